@@ -42,7 +42,8 @@ RECORDS = ROOT / "docs" / "results" / "planting.json"
 
 ROOMS: Final = ("sharding", "intercept", "collectives", "checkpoint/background.py")
 WAITS: Final = {
-    "wait", "wait_stream", "wait_event", "synchronize", "record", "join", "join_unit", "join_spread", "drain",
+    "wait", "wait_stream", "wait_event", "synchronize", "record", "join", "join_unit", "join_spread",
+    "_join_departures", "drain",
 }  # fmt: skip
 VISITS: Final = {"visit"}
 _IDLE: Final = '__import__("contextlib").nullcontext(False)'
@@ -109,6 +110,9 @@ REASONS: Final[dict[str, str]] = {
     "sharding/grads/reducer.py: Reducer.forget_lost: self.join() -> self": (
         "a reduction takes its residuals when it is submitted: it keeps them, and puts nothing back"
     ),
+    "sharding/grads/reducer.py: Reducer._send_home: self._join_departures(LEAVING) -> self": (
+        "it bounds the memory of the device; whoever needs the gradients waits"
+    ),
     "sharding/grads/reducer.py: Reducer._perform: reduction.wait() -> reduction": (
         "it limits what is under way at once; whoever reads gradients waits for them"
     ),
@@ -121,7 +125,7 @@ REASONS: Final[dict[str, str]] = {
     ),
     "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": _MEASURED,
     "sharding/runtime/runtime.py: Runtime.drain: self.lanes.drain() -> self.lanes": _MEASURED,
-    "sharding/optimizer/share_update.py: ShareUpdate._as_needed: self._reducer.join() -> self._reducer": (
+    "sharding/optimizer/share_update.py: ShareUpdate._as_needed: self.reducer.join() -> self.reducer": (
         "the norm of all gradients has been measured, and measuring waits for them"
     ),
     "sharding/runtime/runtime.py: Runtime.zero_grad: self.reducer.join() -> self.reducer": (

@@ -485,12 +485,12 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Yields:
         The timeline, which is complete after the block.
     """
-    lanes = sharded_of(model).lanes
-    recorded = lanes.start_timeline()
+    recorder = sharded_of(model).lanes.recorder
+    recorded = recorder.start()
     try:
         yield recorded
     finally:
-        lanes.stop_timeline()
+        recorder.stop()
 
 
 def runtime(model: nn.Module) -> Runtime:

@@ -22,7 +22,6 @@ from torch import nn
 
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives.group import Control, control
-from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
@@ -267,8 +266,7 @@ class Trainer:
             self.checks.compare(self.position.step + 1, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
-        later = functools.partial(read_later, streams=streams_of(self.device))
-        update = self.updates.queue(self.position.step + 1, later(loss), later(norm), rate, applied)
+        update = self.updates.queue(self.position.step + 1, read_later(loss), read_later(norm), rate, applied)
         if self.model.decides_on_device:
             self.optimizer.step()
         else:

@@ -13,7 +13,6 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import NonFiniteError
 from thinwire.sharding.checkpointing.saving import wait_for_writer
-from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.train.checkpoint import Position, checkpoints
 
@@ -74,12 +73,19 @@ class Updates:
         """Number of updates that the host has not read."""
         return len(self._queue)
 
-    def queue(self, step: int, loss: Late, norm: Late, lr: float, loss_scale: float | None) -> Callable[[], Update]:
+    def queue(
+        self,
+        step: int,
+        loss: Callable[[], float],
+        norm: Callable[[], float],
+        lr: float,
+        loss_scale: float | None,
+    ) -> Callable[[], Update]:
         """Add a step that the device may still be computing; see :class:`Update` for the arguments. The function that
         this returns waits for its result."""
 
         def read() -> Update:
-            return Update(step, loss.read(), norm.read(), lr, loss_scale)
+            return Update(step, loss(), norm(), lr, loss_scale)
 
         self._queue.append(read)
         return read

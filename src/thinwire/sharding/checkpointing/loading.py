@@ -315,7 +315,7 @@ class _Loading:
             for group, values in zip(self._optim.param_groups, self._manifest.values["groups"], strict=True):
                 group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
         runtime, exchanges = self._runtime, self._runtime.exchanges
-        self._reducer.lost = self._lost
+        self._reducer.feedback.lost = self._lost
         self._restore_loss_scale()
         self._restore_average()
         if exchanges is not None:

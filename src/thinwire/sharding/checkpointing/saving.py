@@ -272,7 +272,7 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
-    _save_lost(own_key("feedback", island), part, reducer.lost, vectors, values)
+    _save_lost(own_key("feedback", island), part, reducer.feedback.lost, vectors, values)
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)

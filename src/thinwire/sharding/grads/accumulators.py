@@ -8,13 +8,12 @@ allocated for the visit only, so that a rank's gradients are on the device a few
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
-from thinwire.program import LEAVING, HostLane
+from thinwire.program import HostLane
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.lanes.load import Load
 
@@ -142,33 +141,3 @@ class HostAccumulator(Accumulator):
 
     def _copy_down(self) -> None:
         self._lanes.send(self._visiting, self.memory)
-
-
-class Departures:
-    """The gradients that are on their way to the host, in order."""
-
-    def __init__(self) -> None:
-        self._leaving = deque[Sequence[HostAccumulator]]()
-
-    def begin(self, buffers: Iterable[Accumulator], after: Sequence[Ticket]) -> None:
-        """Let a unit's gradients go down, once the oldest of several that are on their way have arrived.
-
-        Args:
-            buffers: What its gradients have accumulated in.
-            after: Tickets of their reductions.
-        """
-        visiting = [one for one in buffers if isinstance(one, HostAccumulator) and one.visits]
-        for one in visiting:
-            one.go_down(after)
-        self._leaving.append(visiting)
-        while len(self._leaving) > LEAVING:
-            self._end()
-
-    def join(self) -> None:
-        """Wait until the gradients of all units have left the device."""
-        while self._leaving:
-            self._end()
-
-    def _end(self) -> None:
-        for one in self._leaving.popleft():
-            one.leave()

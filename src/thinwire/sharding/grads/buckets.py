@@ -11,25 +11,17 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from thinwire.collectives.memory import allocate
-from thinwire.program import Span, chunk_spans
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Span, chunk_spans
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 
-
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """The part of one gradient that a chunk holds.
-
-    Attributes:
-        gradient: The gradient.
-        spans: By owner, the elements of its share, with the share's runs laid end to end.
-    """
-
-    gradient: UnitGradient
-    spans: tuple[Span, ...]
+_Part: TypeAlias = tuple[UnitGradient, tuple[Span, ...], torch.Tensor]
+"""A gradient, what a chunk holds of it by owner, and the tensor that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +29,19 @@ class BucketChunk:
     """One chunk of a bucket.
 
     Attributes:
-        fragments: Parts of gradients in the chunk, in order.
+        spans: Gradients with elements in the chunk, in order, and for each, by owner, the elements of its share, with
+            the share's runs laid end to end.
         sizes: Number of elements by owner.
         begin: First element of the chunk in each piece.
         device: Device of the gradients.
         is_even: Whether every gradient is a table with a row for each owner, of which the chunk has some columns.
-        gradients: Gradients with elements in the chunk.
     """
 
-    fragments: tuple[ChunkPart, ...]
+    spans: Mapping[UnitGradient, tuple[Span, ...]]
     sizes: tuple[int, ...]
     begin: int
     device: torch.device
     is_even: bool
-    gradients: tuple[UnitGradient, ...]
 
     def packed(
         self, sources: Mapping[UnitGradient, torch.Tensor], dtype: torch.dtype, *, pad: int = 0, scratch: bool = False
@@ -66,31 +57,31 @@ class BucketChunk:
         Returns:
             The vector, and the function that fills it; ``None`` if the source itself is the vector.
         """
-        of_fragments = [(fragment, sources[fragment.gradient]) for fragment in self.fragments]
-        if len(of_fragments) == 1 and self.is_even and not pad and not scratch:
-            ((fragment, source),) = of_fragments
+        parts = [(gradient, spans, sources[gradient]) for gradient, spans in self.spans.items()]
+        if len(parts) == 1 and self.is_even and not pad and not scratch:
+            ((_, spans, source),) = parts
             if source.dtype == dtype and sum(self.sizes) == source.numel():
                 return source, None
             if source.dtype == dtype and len(self.sizes) == 1:
-                return source[slice(*fragment.spans[0])], None
+                return source[slice(*spans[0])], None
         vector = allocate(sum(self.sizes) + pad, dtype, self.device)
 
         def fill() -> None:
-            if self.is_even and of_fragments:  # a rank may own nothing of a bucket
-                self._fill_rows(vector[: sum(self.sizes)], of_fragments)
+            if self.is_even and parts:  # a rank may own nothing of a bucket
+                self._fill_rows(vector[: sum(self.sizes)], parts)
             else:
-                self._fill_runs(vector, of_fragments)
+                self._fill_runs(vector, parts)
             if pad:
                 vector[-pad:].zero_()
 
         return vector, fill
 
-    def _fill_rows(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
+    def _fill_rows(self, vector: torch.Tensor, parts: Sequence[_Part]) -> None:
         """Equal shares: every gradient is a table with a row for each owner."""
         owners = len(self.sizes)
         pieces = []
-        for fragment, source in of_fragments:
-            rows, (begin, end) = source.view(owners, -1), fragment.spans[0]
+        for _, spans, source in parts:
+            rows, (begin, end) = source.view(owners, -1), spans[0]
             pieces.append(rows if end - begin == rows.shape[1] else rows[:, begin:end])
         table = vector.view(owners, -1)
         if all(piece.dtype == vector.dtype for piece in pieces):
@@ -99,14 +90,14 @@ class BucketChunk:
             columns = table.split([piece.shape[1] for piece in pieces], 1)
             torch._foreach_copy_(list(columns), pieces)
 
-    def _fill_runs(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
+    def _fill_runs(self, vector: torch.Tensor, parts: Sequence[_Part]) -> None:
         """Whole fragments of parameters: each owner's runs, one after another."""
         position = 0
         for owner in range(len(self.sizes)):
-            for fragment, source in of_fragments:
-                begin, end = fragment.spans[owner]
+            for gradient, spans, source in parts:
+                begin, end = spans[owner]
                 at = 0  # in the share
-                for run in fragment.gradient.shares[owner]:
+                for run in gradient.shares[owner]:
                     first, last = max(begin - at, 0), min(end - at, run.length)
                     at += run.length
                     if first < last:
@@ -122,13 +113,11 @@ class BucketChunk:
             owner: Number of the owner.
             values: Its part of the chunk, fp32.
             targets: Its shares of the gradients.
-            adds: Whether to add to the share, by fragment.
+            adds: Whether to add to the share, by gradient in the chunk.
         """
-        spans = [fragment.spans[owner] for fragment in self.fragments]
+        spans = [of_owners[owner] for of_owners in self.spans.values()]
         parts = values.split([end - begin for begin, end in spans])
-        places = [
-            _between(targets[fragment.gradient], *span) for fragment, span in zip(self.fragments, spans, strict=True)
-        ]
+        places = [_between(targets[gradient], *span) for gradient, span in zip(self.spans, spans, strict=True)]
         for write, adding in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
             chosen = [number for number, add in enumerate(adds) if add is adding]
             if chosen:
@@ -140,16 +129,9 @@ def _between(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return values if end - begin == values.numel() else values[begin:end]
 
 
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients that are reduced as one vector.
-
-    Args:
-        gradients: The gradients in order.
-        pieces: By owner, the number of elements of each gradient.
-        is_even: Whether every gradient is a table with a row for each owner.
-        members: Number of ranks that the pieces are divided among later.
-        chunks: Largest number of chunks.
-        longest: Number of elements of the longest piece of any rank.
 
     Attributes:
         gradients: The gradients in order.
@@ -158,34 +140,65 @@ class Bucket:
         chunks_of: Number of chunks with elements of each gradient.
     """
 
-    def __init__(
-        self,
-        gradients: Sequence[UnitGradient],
-        pieces: Sequence[Sequence[int]],
-        *,
-        is_even: bool,
-        members: int,
-        chunks: int,
-        longest: int,
-    ) -> None:
-        self.gradients = tuple(gradients)
-        self.numels = tuple(sum(piece) for piece in pieces)
-        offsets = [tuple(itertools.accumulate(piece, initial=0)) for piece in pieces]
-        self.chunks = tuple(
-            self._chunk(span, offsets, is_even=is_even) for span in chunk_spans(longest, chunks, members)
-        )
-        self.chunks_of = Counter(gradient for chunk in self.chunks for gradient in chunk.gradients)
+    gradients: tuple[UnitGradient, ...]
+    numels: tuple[int, ...]
+    chunks: tuple[BucketChunk, ...]
+    chunks_of: Mapping[UnitGradient, int]
 
-    def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> BucketChunk:
-        begin, end = span
-        fragments = []
-        for number, gradient in enumerate(self.gradients):
-            spans = tuple(_clipped(begin, end, of_owner[number], of_owner[number + 1]) for of_owner in offsets)
-            if any(first < last for first, last in spans):
-                fragments.append(ChunkPart(gradient, spans))
-        sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
-        device, inside = self.gradients[0].owned.device, tuple(fragment.gradient for fragment in fragments)
-        return BucketChunk(tuple(fragments), sizes, begin, device, is_even, inside)
+    def place_of_sums(
+        self, number: int, owner: int, targets: Mapping[UnitGradient, torch.Tensor], adds: Sequence[bool]
+    ) -> tuple[torch.Tensor, bool, Callable[[], None] | None]:
+        """Where a reduction of a chunk puts the sums of an owner, fp32.
+
+        Args:
+            number: Number of the chunk.
+            owner: Number of the owner.
+            targets: Its shares of the gradients in the chunk.
+            adds: Whether to add to the share, by gradient in the chunk.
+
+        Returns:
+            The place; whether the reduction adds to what is there; and the function that delivers the sums afterwards,
+            ``None`` if the place is the share itself.
+        """
+        chunk, only = self.chunks[number], targets.get(self.gradients[0]) if len(self.gradients) == 1 else None
+        if only is not None and only.dtype == torch.float32:
+            return only[chunk.begin : chunk.begin + chunk.sizes[owner]], any(adds), None
+        sums = allocate(chunk.sizes[owner], torch.float32, chunk.device)
+        return sums, False, lambda: chunk.deliver(owner, sums, targets, adds)
+
+
+def cut(axis: Axis, gradients: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
+    """Cut a bucket of gradients into chunks, for a reduction along an axis.
+
+    Args:
+        axis: The axis.
+        gradients: The gradients in order.
+        groups: Groups of ranks along the axes.
+        chunks: Largest number of chunks.
+    """
+    if axis is Axis.PARAMS:
+        pieces = [[part.layout.shard_numel for part in gradients]] * groups[axis].size
+        spans, is_even = chunk_spans(sum(pieces[0]), chunks, 1), True
+    else:
+        pieces = [list(piece) for piece in zip(*(part.share_sizes for part in gradients), strict=True)]
+        # All ranks have as many chunks, and the replicas divide each among them.
+        spans = chunk_spans(max(map(sum, pieces)), chunks, groups[Axis.REPLICA].size)
+        is_even = axis is Axis.REPLICA or all(part.even for part in gradients)
+    if axis is Axis.REPLICA:
+        pieces = [[part.owned.memory.numel() for part in gradients]]
+    numels = tuple(map(sum, pieces))
+    offsets = [tuple(itertools.accumulate(piece, initial=0)) for piece in pieces]
+    cut_chunks = []
+    for begin, end in spans:
+        inside = {}
+        for number, gradient in enumerate(gradients):
+            of_owners = tuple(_clipped(begin, end, at[number], at[number + 1]) for at in offsets)
+            if any(first < last for first, last in of_owners):
+                inside[gradient] = of_owners
+        sizes = tuple(max(0, min(end, numel) - begin) for numel in numels)
+        cut_chunks.append(BucketChunk(inside, sizes, begin, gradients[0].owned.device, is_even))
+    chunks_of = Counter(gradient for chunk in cut_chunks for gradient in chunk.spans)
+    return Bucket(tuple(gradients), numels, tuple(cut_chunks), chunks_of)
 
 
 def _clipped(begin: int, end: int, first: int, last: int) -> Span:

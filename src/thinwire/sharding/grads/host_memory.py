@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol, final
 
 import torch
 
 from thinwire.program import Axis
+from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.flat_buffer import FlatBuffer
@@ -62,6 +64,47 @@ class Ring:
                 slot.memory, slot.users = self._allocate(nbytes), ()
 
 
+@dataclass
+class Staged:
+    """A batch of units in a slot: pairs of tensors where they live and in the slot.
+
+    Attributes:
+        copies: What comes up from the host, and may go down again.
+        gradients: Gradients, with where the optimizer reads them.
+        masters: Buffers with their masters on the device.
+        pointed: Tensors that point at the device during the update, with their places on the host and there.
+    """
+
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    gradients: list[tuple[Accumulator, torch.Tensor]] = field(default_factory=list)
+    masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
+    pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def come_up(self) -> None:
+        """Copy everything from the host, inside of a body."""
+        for host, device in (*self.copies, *((gradient.memory, place) for gradient, place in self.gradients)):
+            device.copy_(host, non_blocking=True)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the optimizer, and what casts masters, find everything in the slot."""
+        for tensor, _, device in self.pointed:
+            tensor.data = device
+        for buffer, master in self.masters:
+            buffer.staged = master
+        for gradient, place in self.gradients:
+            gradient.shown = place
+        try:
+            yield
+        finally:
+            for gradient, _ in self.gradients:
+                gradient.shown = None
+            for tensor, host, _ in self.pointed:
+                tensor.data = host
+            for buffer, _ in self.masters:
+                buffer.staged = None
+
+
 class UpdateSteps(Protocol):
     """The steps of the update of a batch of units, in order. ``units`` are their numbers.
 
@@ -74,9 +117,9 @@ class UpdateSteps(Protocol):
     def begin(self, units: Sequence[int]) -> None:
         """Invalidate what belongs to the old values."""
 
-    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
-        """Let whoever needs new values take them up first, by ``take``, and whoever writes gradients wait for the
-        update that reads them."""
+    def expect(self, units: Sequence[int], updated: Ticket) -> None:
+        """Let whoever needs new values wait for their ticket first, which takes them up, and whoever writes gradients
+        wait for the update that reads them."""
 
     def prepare(self, units: Sequence[int]) -> None:
         """Have memory for new values, on the thread that computes."""

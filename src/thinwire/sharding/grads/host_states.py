@@ -19,7 +19,7 @@ import torch
 
 from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Slot, UpdateSteps, carved, load_of, master_of, room
+from thinwire.sharding.grads.host_memory import Ring, Slot, Staged, UpdateSteps, carved, load_of, master_of, room
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
@@ -33,15 +33,14 @@ class _Stored:
 
     Attributes:
         masters: Buffers whose masters have memory of their own.
-        fragments: What this rank updates of the unit, each with its buffer and its first element there; ``None`` where
-            the P shard, on the device, holds the masters.
+        fragments: What this rank updates of the unit.
         tensors: The optimizer's tensors on the host; none before its first update.
         memory: Memory for them, of bytes, in which they lie end to end.
         gradients: Gradients that live on the host.
     """
 
     masters: list[FlatBuffer]
-    fragments: list[tuple[OwnedFragment, tuple[FlatBuffer, int] | None]]
+    fragments: list[OwnedFragment]
     tensors: list[torch.Tensor] = field(default_factory=list)
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     gradients: list[HostAccumulator] = field(default_factory=list)
@@ -49,53 +48,13 @@ class _Stored:
     @property
     def numel(self) -> int:
         """Elements of the fragments."""
-        return sum(owned.value.numel() for owned, _ in self.fragments)
+        return sum(owned.value.numel() for owned in self.fragments)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the unit takes in a slot."""
         parts = [*map(master_of, self.masters), self.memory, *(gradient.memory for gradient in self.gradients)]
         return sum(room(part.nbytes) for part in parts)
-
-
-@dataclass
-class _Staged:
-    """A batch of units in a slot: pairs of tensors on the host and on the device.
-
-    Attributes:
-        copies: What is copied both ways.
-        gradients: Gradients, which only come up.
-        masters: Buffers with their masters on the device.
-        pointed: Tensors that point at the device during the update, with their places on the host and there.
-    """
-
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    gradients: list[tuple[HostAccumulator, torch.Tensor]] = field(default_factory=list)
-    masters: list[tuple[FlatBuffer, torch.Tensor]] = field(default_factory=list)
-    pointed: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def come_up(self) -> None:
-        for host, device in (*self.copies, *((gradient.memory, place) for gradient, place in self.gradients)):
-            device.copy_(host, non_blocking=True)
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Point the optimizer's tensors at the device."""
-        for tensor, _, device in self.pointed:
-            tensor.data = device
-        for buffer, master in self.masters:
-            buffer.staged = master
-        for gradient, place in self.gradients:
-            gradient.shown = place
-        try:
-            yield
-        finally:
-            for gradient, _ in self.gradients:
-                gradient.shown = None
-            for tensor, host, _ in self.pointed:
-                tensor.data = host
-            for buffer, _ in self.masters:
-                buffer.staged = None
 
 
 class HostStates:
@@ -124,11 +83,13 @@ class HostStates:
         state_bytes: int | None,
     ) -> None:
         self._optimizer, self._lanes, self._device = optimizer, lanes, device
-        of_units: dict[int, list[OwnedFragment]] = {unit.index: [] for unit in units}
-        for owned in fragments:
-            of_units[owned.unit].append(owned)
         self._has_states = state_bytes is not None
-        self._stored = {unit.index: _stored(unit, of_units[unit.index], states=self._has_states) for unit in units}
+        self._stored: dict[int, _Stored] = {}
+        for unit in units:
+            masters = [buffer for buffer in unit.buffers if self._has_states and buffer.master is not None]
+            self._stored[unit.index] = _Stored(masters, [])
+        for owned in fragments:
+            self._stored[owned.unit].fragments.append(owned)
         for index, parts in gradients.items():
             self._stored[index].gradients = [p.owned for p in parts if isinstance(p.owned, HostAccumulator)]
         expected = [(state_bytes or 0) * stored.numel for stored in self._stored.values()]
@@ -150,7 +111,7 @@ class HostStates:
             ticket.wait()
         self._going_down.clear()
         self._ring.make_room(max(map(self._size, batches), default=0), self._lanes.settle)
-        coming = deque[tuple[Slot, _Staged, Ticket]]()
+        coming = deque[tuple[Slot, Staged, Ticket]]()
         for number, units in enumerate(batches):
             for batch in batches[number + len(coming) : number + AHEAD + 1]:
                 coming.append(self._begin(batch))
@@ -192,7 +153,7 @@ class HostStates:
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _begin(self, units: Sequence[int]) -> tuple[Slot, _Staged, Ticket]:
+    def _begin(self, units: Sequence[int]) -> tuple[Slot, Staged, Ticket]:
         """Let the states of a batch come up."""
         slot = self._ring.next()
         staged = self._staged(units, slot.memory)
@@ -208,7 +169,7 @@ class HostStates:
         act()
         return None
 
-    def _go_down(self, staged: _Staged) -> None:
+    def _go_down(self, staged: Staged) -> None:
         for host, device in staged.copies:
             self._lanes.send(device, host)
 
@@ -217,8 +178,8 @@ class HostStates:
     def _size(self, units: Sequence[int]) -> int:
         return sum(self._stored[unit].nbytes for unit in units)
 
-    def _staged(self, units: Sequence[int], memory: torch.Tensor) -> _Staged:
-        staged, at = _Staged(), 0
+    def _staged(self, units: Sequence[int], memory: torch.Tensor) -> Staged:
+        staged, at = Staged(), 0
         for stored in (self._stored[unit] for unit in units):
             on_device = {}
             for buffer in stored.masters:
@@ -227,11 +188,11 @@ class HostStates:
                 at += room(master.nbytes)
                 staged.copies.append((master, place))
                 staged.masters.append((buffer, place))
-                on_device[id(buffer)] = place
-            for owned, at_master in stored.fragments:
-                if at_master is not None:
-                    buffer, begin = at_master
-                    place = on_device[id(buffer)][begin : begin + owned.value.numel()].view(owned.value.shape)
+                on_device[id(buffer.layout)] = place
+            for owned in stored.fragments:
+                master_place = on_device.get(id(owned.source.layout))
+                if master_place is not None:  # else the P shard, on the device, holds the masters
+                    place = master_place[owned.begin : owned.begin + owned.value.numel()].view(owned.value.shape)
                     staged.pointed.append((owned.value, owned.value.detach(), place))
             for gradient in stored.gradients:
                 nbytes = gradient.memory.nbytes
@@ -245,11 +206,11 @@ class HostStates:
                 staged.pointed += zip(stored.tensors, [t.detach() for t in stored.tensors], places, strict=True)
         return staged
 
-    def _take_new(self, units: Sequence[int], staged: _Staged) -> None:
+    def _take_new(self, units: Sequence[int], staged: Staged) -> None:
         """Give optimizer states that the update has made a place on the host: those of the fragments' size. Others are
         small, and stay where they are."""
         for stored in (self._stored[unit] for unit in units) if self._has_states else ():
-            present = [tensor for owned, _ in stored.fragments for tensor in self._states_of(owned)]
+            present = [tensor for owned in stored.fragments for tensor in self._states_of(owned)]
             if set(map(id, present)) == set(map(id, stored.tensors)):
                 continue
             self._lanes.settle()  # they have values now
@@ -272,18 +233,3 @@ class HostStates:
         for value in self._optimizer.state.get(owned.value, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() == owned.value.numel():
                 yield value
-
-
-def _stored(unit: Unit, fragments: Sequence[OwnedFragment], *, states: bool) -> _Stored:
-    masters = [buffer for buffer in unit.buffers if states and buffer.master is not None]
-
-    def place_of(owned: OwnedFragment) -> tuple[FlatBuffer, int] | None:
-        value = owned.value
-        for buffer in masters:
-            begin = int(value.storage_offset() - master_of(buffer).storage_offset())
-            same = value.untyped_storage()._cdata == master_of(buffer).untyped_storage()._cdata
-            if same and 0 <= begin < master_of(buffer).numel():
-                return buffer, begin
-        return None
-
-    return _Stored(masters, [(owned, place_of(owned)) for owned in fragments])

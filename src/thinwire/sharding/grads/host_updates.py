@@ -9,7 +9,6 @@ their copies and spreads are hidden as well. It gives the thread new work there,
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,43 +20,38 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from thinwire.collectives.job.threads import threads_of_updates
 from thinwire.program import AHEAD, SLOTS, HostLane
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, UpdateSteps, carved, load_of, master_of
+from thinwire.sharding.grads.host_memory import Ring, Staged, UpdateSteps, carved, load_of, master_of
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.param_group import Unit
 
 
+@final
 @dataclass(eq=False)
-class _Batch:
-    """Units that are updated together.
+class _Batch(Ticket):
+    """Units that are updated together, as a ticket of their results: who waits for them takes them up.
 
     Attributes:
-        units: Their numbers.
-        gradients: Those that there were when the update was asked for.
+        updates: All updates.
+        units: Numbers of the units.
+        gradients: Their gradients that there were when the update was asked for.
         steps: The steps of the update.
         updated: Ticket of the update; ``None`` before their gradients go down.
     """
 
+    updates: HostUpdates
     units: Sequence[int]
     gradients: Sequence[Accumulator]
     steps: UpdateSteps
     updated: Ticket | None = None
 
-
-@final
-class _Taken(Ticket):
-    """The results of a batch: who waits for them takes them up."""
-
-    def __init__(self, updates: HostUpdates, batch: _Batch) -> None:
-        self._updates, self._batch = updates, batch
-
     def wait(self) -> None:
-        self._updates.take(self._batch)
+        self.updates.take(self)
 
     settle = wait
 
     def done(self) -> bool:
-        return not self._updates.awaits(self._batch)
+        return not self.updates.awaits(self)
 
 
 class HostUpdates:
@@ -100,13 +94,13 @@ class HostUpdates:
             ticket.settle()
         self._coming_up.clear()
         self._make_room(batches)
-        self._batches += [_Batch(units, self._of(units), steps) for units in batches]
+        self._batches += [_Batch(self, units, self._of(units), steps) for units in batches]
         for batch in list(self._batches):
             for one in batch.gradients:
                 if isinstance(one, HostAccumulator):
                     _ = one.kept  # which waits for it
             steps.begin(batch.units)
-            steps.expect(batch.units, _Taken(self, batch), functools.partial(self.take, batch))
+            steps.expect(batch.units, batch)
         for batch in list(self._batches)[: AHEAD + 1]:
             self._start(batch)
         if not steps.may_wait:
@@ -155,20 +149,20 @@ class HostUpdates:
     def _start(self, batch: _Batch) -> None:
         """Let the gradients of a batch go down, and the host update it then."""
         of_device = [one for one in batch.gradients if not isinstance(one, HostAccumulator)]
-        pairs, after = list[tuple[Accumulator, torch.Tensor]](), list[Ticket]()
+        staged, after = Staged(), list[Ticket]()
         if of_device:
             places = carved(self._down.next().memory, [one.memory for one in of_device])
-            pairs = list(zip(of_device, places, strict=True))
+            staged.gradients += zip(of_device, places, strict=True)
 
             def go_down() -> None:
-                for one, place in pairs:
+                for one, place in staged.gradients:
                     self._lanes.send(one.memory, place)
 
             load = load_of("gradients down", batch.units, self._names)
             after.append(self._lanes.submit(HostLane.DOWN, go_down, load=load))
 
         def act() -> None:
-            with _shown(pairs), threads_of_updates(self._ranks):
+            with staged.shown(), threads_of_updates(self._ranks):
                 batch.steps.act(batch.units)
 
         batch.updated = self._lanes.compute_on_host(act, after=after, load=load_of("update", batch.units, self._names))
@@ -177,24 +171,17 @@ class HostUpdates:
         """Let new masters come up, and give them to who needs them."""
         units, steps = batch.units, batch.steps
         buffers = [buffer for unit in units for buffer in self._masters[unit]]
+        masters = [master_of(buffer) for buffer in buffers]
         slot = self._up.next()
-        places = carved(slot.memory, [master_of(buffer) for buffer in buffers])
-
-        def come_up() -> None:
-            for buffer, place in zip(buffers, places, strict=True):
-                place.copy_(master_of(buffer), non_blocking=True)
-
-        up = self._lanes.submit(HostLane.UP, come_up, after=slot.users, load=load_of("masters up", units, self._names))
+        places = carved(slot.memory, masters)
+        staged = Staged(copies=list(zip(masters, places, strict=True)), masters=list(zip(buffers, places, strict=True)))
+        load = load_of("masters up", units, self._names)
+        up = self._lanes.submit(HostLane.UP, staged.come_up, after=slot.users, load=load)
         self._coming_up.append(up)
         up.wait()
-        for buffer, place in zip(buffers, places, strict=True):
-            buffer.staged = place
-        try:
+        with staged.shown():
             steps.write(units)
             slot.users = tuple(steps.then(units, None))
-        finally:
-            for buffer in buffers:
-                buffer.staged = None
 
     def _of(self, units: Sequence[int]) -> list[Accumulator]:
         return [one for unit in units for one in self._gradients.get(unit, ()) if not one.empty]
@@ -204,15 +191,3 @@ class HostUpdates:
         gradients = [[one.memory.nbytes for one in self._of(units)] for units in batches]
         for ring, sizes in ((self._up, masters), (self._down, gradients)):
             ring.make_room(max(map(sum, sizes), default=0), self._lanes.settle)
-
-
-@contextlib.contextmanager
-def _shown(taken: Sequence[tuple[Accumulator, torch.Tensor]]) -> Iterator[None]:
-    """Let the optimizer read gradients on the host."""
-    for one, place in taken:
-        one.shown = place
-    try:
-        yield
-    finally:
-        for one, _ in taken:
-            one.shown = None

@@ -27,6 +27,7 @@ class OwnedFragment:
         held: The same elements of the P shard, which ranks compute with; 1-D, in the compute dtype.
         grad: Gradient of the fragment in the plan's ``accumulate_dtype``, with the shape of ``value``.
         source: Gradient of the unit's buffer that ``grad`` is a part of.
+        begin: First element in the share of that buffer.
     """
 
     unit: int
@@ -36,6 +37,7 @@ class OwnedFragment:
     held: torch.Tensor
     grad: torch.Tensor
     source: UnitGradient
+    begin: int
 
     @property
     def shown(self) -> torch.Tensor:
@@ -43,8 +45,7 @@ class OwnedFragment:
         owned = self.source.owned
         if owned.shown is None:
             return self.grad
-        begin = int(self.grad.storage_offset() - owned.memory.storage_offset())
-        return owned.shown[begin : begin + self.grad.numel()].view(self.grad.shape)
+        return owned.shown[self.begin : self.begin + self.grad.numel()].view(self.grad.shape)
 
 
 def own_fragments(
@@ -78,6 +79,6 @@ def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int)
             if fragment.whole:
                 value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
             slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
-            owned.append(OwnedFragment(part.unit, slot, fragment, nn.Parameter(value), held, grad, part))
+            owned.append(OwnedFragment(part.unit, slot, fragment, nn.Parameter(value), held, grad, part, begin))
         position += run.length
     return owned

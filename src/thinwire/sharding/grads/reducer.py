@@ -12,12 +12,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from thinwire.program import HostLane
-from thinwire.sharding.grads.accumulators import Departures
+from thinwire.program import LEAVING, HostLane
+from thinwire.sharding.grads.accumulators import HostAccumulator
 from thinwire.sharding.grads.reductions import Reductions
 from thinwire.sharding.grads.turns import ReductionTurn
 from thinwire.sharding.grads.unit_gradient import UnitGradient
@@ -35,11 +34,6 @@ class Turns:
 
     by_unit: Mapping[int, ReductionTurn]
     late: Callable[[int], ReductionTurn]
-
-    @cached_property
-    def acting(self) -> frozenset[int]:
-        """Units in whose turn reductions start, or computation waits."""
-        return frozenset(unit for unit, turn in self.by_unit.items() if turn.starts or turn.waits)
 
 
 @dataclass
@@ -74,6 +68,7 @@ class Reducer:
 
     Attributes:
         parts: Gradients of all units.
+        feedback: The rounding errors of this rank's messages.
         on_host: Whether gradients live on the host.
     """
 
@@ -85,7 +80,7 @@ class Reducer:
         *,
         on_host: bool,
     ) -> None:
-        self.gradients, self.reductions = gradients, reductions
+        self.gradients, self.reductions, self.feedback = gradients, reductions, reductions.feedback
         self.recount()
         self._lanes, self.on_host = lanes, on_host
         self._turns = Turns({}, lambda _: ReductionTurn())
@@ -96,7 +91,7 @@ class Reducer:
         self._updates: dict[int, Ticket] = {}  # updates that read gradients, by unit
         self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
         self._last = True  # whether this is the step's last backward
-        self._departures = Departures() if on_host else None
+        self._leaving: deque[Sequence[HostAccumulator]] = deque()  # gradients on their way to the host, in order
 
     def recount(self) -> None:
         """Take all gradients of the units: in the beginning, and when there are others, while nothing is reduced."""
@@ -136,18 +131,13 @@ class Reducer:
 
     def take_whole(self, unit: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order, and mark the unit as complete."""
-        parts, turn = self.gradients[unit], self._turns.by_unit.get(unit)
-        if len(parts) == 1 and turn is not None and not turn.starts and not turn.waits:
-            is_next = self._pending and self._pending[0] == unit and not self._ready
-            staged = parts[0].take_whole(grads, last=self._last) if is_next else None
-            if staged is not None:
-                self._pending.popleft()
-                self._reduced.add(unit)
-                self.reductions.take(parts[0], staged)
-                self.reductions.finish(turn.finishes, last=self._last)
-                if self._departures is not None:
-                    self._send_home(turn.finishes)
-                return
+        parts, part = self.gradients[unit], self.gradients[unit][0]
+        is_next = self._pending and self._pending[0] == unit and not self._ready
+        if is_next and len(parts) == 1 and part.waits and not part.seen and len(grads) == len(part.layout.slots):
+            self._pending.popleft()
+            part.unsynced = True
+            self._perform(unit, self._turns.by_unit[unit], grads)
+            return
         if late := unit in self._reduced:
             self.join()  # as for a single gradient
         for part in parts:
@@ -166,7 +156,8 @@ class Reducer:
     def may_wait(self, unit: int) -> bool:
         """Whether a unit that is ready can be marked later, together with the next one: nothing happens in its turn,
         and no other unit waits for it."""
-        return not self._ready and unit not in self._turns.acting
+        turn = self._turns.by_unit.get(unit)
+        return not self._ready and (turn is None or not (turn.starts or turn.waits))
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""
@@ -198,23 +189,22 @@ class Reducer:
                 part.reset()
         for part in self.parts:
             part.drop()
-        if self._departures is not None:
-            for parts in self.gradients.values():
-                self._departures.begin([buffer for part in parts for buffer in part.buffers], ())
+        if self.on_host:
+            self._send_home(self.gradients)
         return frozenset(self._reduced)
 
     def join(self) -> None:
         """Wait until every reduction has finished, and gradients are where they live."""
         while self._under_way:
             self._under_way.popleft().wait()
-        if self._departures is not None:
-            self._departures.join()
+        if self._leaving:
+            self._join_departures()
 
     def settle(self) -> None:
         """Wait until all gradients may be written, and the host can read those that live there."""
         self._join_updates()
         self.join()
-        if self._departures is not None:
+        if self.on_host:
             self._lanes.settle(HostLane.DOWN)
 
     def join_unit(self, unit: int) -> None:
@@ -253,21 +243,12 @@ class Reducer:
         of a checkpoint stay where it goes on."""
         if not wanted:
             self.forget_lost()
-        self.reductions.encode(wanted=wanted)
-
-    @property
-    def lost(self) -> dict[str, torch.Tensor]:
-        """The rounding errors that error feedback keeps, by reduction."""
-        return self.reductions.feedback.lost
-
-    @lost.setter
-    def lost(self, lost: dict[str, torch.Tensor]) -> None:
-        self.reductions.feedback.lost = lost
+        self.reductions.encodes = wanted
 
     def rescale_lost(self, factor: float) -> None:
         """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale: the
         new one divided by the old one is the factor."""
-        lost = list(self.lost.values())
+        lost = list(self.feedback.lost.values())
         if lost and factor != 1.0:
             self.join()
             torch._foreach_mul_(lost, factor)
@@ -275,7 +256,7 @@ class Reducer:
     def forget_lost(self) -> None:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()
-        self.reductions.feedback.lost.clear()
+        self.feedback.lost.clear()
 
     def _join_updates(self) -> None:
         for update in dict.fromkeys(self._updates.values()):
@@ -290,24 +271,36 @@ class Reducer:
             for buffer in part.buffers:
                 buffer.come_up()
 
-    def _send_home(self, units: Sequence[int]) -> None:
-        """Let the gradients of units go down that take part in no later reduction of this micro-batch."""
-        assert self._departures is not None
+    def _send_home(self, units: Iterable[int]) -> None:
+        """Let the gradients of units go down that take part in no later reduction of this micro-batch, each once the
+        oldest of several that are on their way have arrived."""
         for unit in units:
             after = [reduction.ticket for reduction in self._under_way if unit in reduction.units]
-            self._departures.begin([one for part in self.gradients[unit] for one in part.buffers], after)
+            buffers = [one for part in self.gradients[unit] for one in part.buffers]
+            visiting = [one for one in buffers if isinstance(one, HostAccumulator) and one.visits]
+            for one in visiting:
+                one.go_down(after)
+            self._leaving.append(visiting)
+            self._join_departures(LEAVING)
 
-    def _perform(self, unit: int, turn: ReductionTurn) -> None:
+    def _join_departures(self, most: int = 0) -> None:
+        """Wait until the gradients of no more than so many units are on their way to the host."""
+        while len(self._leaving) > most:
+            for one in self._leaving.popleft():
+                one.leave()
+
+    def _perform(self, unit: int, turn: ReductionTurn, grads: list[torch.Tensor] | None = None) -> None:
+        """Perform a unit's turn; ``grads`` are those of its only buffer, if they come only now."""
         self._reduced.add(unit)
         for part in self.gradients[unit]:
-            self.reductions.take(part, part.finish(last=self._last))
+            self.reductions.take(part, part.finish(last=self._last, grads=grads))
         for operation in turn.starts:
             moves, load = self.reductions.moves(operation, goes_on=operation.index in turn.continued)
             after = [self._tickets[index] for index in operation.after if index in self._tickets]
             ticket = self._tickets[operation.index] = self._lanes.submit(operation.lane, moves, after=after, load=load)
             self._under_way.append(_UnderWay(ticket, load.units))
         self.reductions.finish(turn.finishes, last=self._last)
-        if self._departures is not None:
+        if self.on_host:
             self._send_home(turn.finishes)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:

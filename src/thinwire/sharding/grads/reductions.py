@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.grads.accumulators import Accumulator
-from thinwire.sharding.grads.buckets import Bucket, BucketChunk
+from thinwire.sharding.grads.buckets import Bucket, cut
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.load import Load
 from thinwire.sharding.params.seeds import Seeds
@@ -41,29 +41,6 @@ class _Way:
     share: torch.Tensor
     adds: dict[Axis, bool]
     left: int = 0
-
-    def claim_shard(self, part: UnitGradient, bucket: Bucket, *, scatters_on: bool) -> bool:
-        """Announce that a chunk's reduction over the params axis writes the P-shard gradient.
-
-        Args:
-            part: The gradient.
-            bucket: Bucket of the chunk.
-            scatters_on: Whether each micro-batch's P-shard gradient goes on to the optimizer shares, so that nothing
-                accumulates in it.
-
-        Returns:
-            Whether the reduction adds to what it writes.
-        """
-        if Axis.PARAMS not in self.adds:
-            self.left = bucket.chunks_of[part]
-            if scatters_on:
-                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
-            else:
-                target = part.local
-            self.adds[Axis.PARAMS] = target.claim()
-            self.shard = self.share = target.values
-        self.left -= 1
-        return self.adds[Axis.PARAMS]
 
 
 @dataclass(slots=True)
@@ -152,6 +129,7 @@ class Reductions:
 
     Attributes:
         feedback: Rounding errors of this rank's messages.
+        encodes: Whether gradients are encoded.
     """
 
     def __init__(
@@ -163,7 +141,7 @@ class Reductions:
         seeds: Seeds,
     ) -> None:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
-        self._codecs, self._encoding = codecs, True
+        self._codecs, self.encodes = codecs, True
         self._topology = ReductionConfig(plan)
         self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they are finished
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
@@ -231,59 +209,43 @@ class Reductions:
         self._ways.clear()
         self._vectors.clear()
 
-    def encode(self, *, wanted: bool) -> None:
-        """Set whether gradients are encoded from now on."""
-        self._encoding = wanted
-
     # -- the three axes ----------------------------------------------------------------------------------------
 
     def _over_params(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
-        topology, group, chunk = self._topology, self._groups[Axis.PARAMS], bucket.chunks[number]
-        on = topology.scatter_always
-        adds = [self._ways[part].claim_shard(part, bucket, scatters_on=on) for part in chunk.gradients]
-        shards = self._shards(chunk)
-        staged = {part: self._ways[part].staged for part in chunk.gradients}
-        shard = shards[bucket.gradients[0]] if len(bucket.gradients) == 1 else None
-        in_place = shard is not None and shard.dtype == torch.float32
-        mine = chunk.sizes[group.index]
-        out = (
-            shard[chunk.begin : chunk.begin + mine]
-            if shard is not None and in_place
-            else allocate(mine, torch.float32, chunk.device)
-        )
-        moves = self._reduce(Axis.PARAMS, bucket, number, staged, out, accumulate=in_place and any(adds))
-        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
+        ways, parts = self._ways, bucket.chunks[number].spans
+        adds = [self._claim(Axis.PARAMS, part, bucket) for part in parts]
+        staged = {part: ways[part].staged for part in parts}
+        shards = {part: ways[part].shard for part in parts}
+        place = bucket.place_of_sums(number, self._groups[Axis.PARAMS].index, shards, adds)
+        return self._reduce(Axis.PARAMS, bucket, number, staged, *place)
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
-        topology, group = self._topology, self._groups[Axis.SHARD]
+        topology, index = self._topology, self._groups[Axis.SHARD].index
         chunk, replicas = bucket.chunks[number], self._groups[Axis.REPLICA].size
-        numel = bucket.numels[group.index]
+        numel = bucket.numels[index]
         if bucket.gradients not in self._vectors:
             values = allocate(padded(numel, replicas), topology.wire_dtype, chunk.device)
             self._vectors[bucket.gradients] = _Vector(values, len(bucket.chunks))
         vector = self._vectors[bucket.gradients].values
-        end = chunk.begin + chunk.sizes[group.index]
-        moves = self._reduce(Axis.SHARD, bucket, number, self._shards(chunk), vector[chunk.begin : end])
-        ends_here = chunk.begin < numel == end < vector.numel()
-        return moves.then(lambda: _zero(vector[numel:])) if ends_here else moves
+        end = chunk.begin + chunk.sizes[index]
+
+        def zero_padding() -> None:
+            vector[numel:].zero_()
+
+        then = zero_padding if chunk.begin < numel == end < vector.numel() else None
+        shards = {part: self._ways[part].shard for part in chunk.spans}
+        return self._reduce(Axis.SHARD, bucket, number, shards, vector[chunk.begin : end], False, then)
 
     def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
-        group, chunk = self._groups[Axis.SHARD], bucket.chunks[number]
-        shards = self._shards(chunk)
-        adds = [self._claim(Axis.SHARD, part) for part in chunk.gradients]
-        mine = chunk.sizes[group.index]
-        in_place = _takes_sums(bucket)
-        out = (
-            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + mine]
-            if in_place
-            else allocate(mine, torch.float32, chunk.device)
-        )
-        moves = self._reduce(Axis.SHARD, bucket, number, shards, out, accumulate=in_place and any(adds))
-        owned = _owned(chunk)
-        return moves if in_place else moves.then(lambda: chunk.deliver(group.index, out, owned, adds))
+        parts = bucket.chunks[number].spans
+        shards = {part: self._ways[part].shard for part in parts}
+        adds = [self._claim(Axis.SHARD, part, bucket) for part in parts]
+        owned = {part: part.owned.values for part in parts}
+        place = bucket.place_of_sums(number, self._groups[Axis.SHARD].index, owned, adds)
+        return self._reduce(Axis.SHARD, bucket, number, shards, *place)
 
     def _reduce(
         self,
@@ -292,8 +254,8 @@ class Reductions:
         number: int,
         source: Mapping[UnitGradient, torch.Tensor],
         out: torch.Tensor,
-        *,
-        accumulate: bool = False,
+        accumulate: bool,
+        then: Callable[[], None] | None,
     ) -> Moves:
         """Reduce-scatter a chunk over an axis.
 
@@ -304,6 +266,7 @@ class Reductions:
             source: Values of each of its gradients.
             out: This rank's piece of the result.
             accumulate: Whether to add to ``out``.
+            then: What follows the reduction, if anything does.
         """
         group, chunk, codecs = self._groups[axis], bucket.chunks[number], self._codecs_of(axis, bucket)
         whole, pack = chunk.packed(source, self._topology.wire_dtype)
@@ -318,6 +281,7 @@ class Reductions:
             residual=self.feedback.of_scatter(axis, bucket, number, codecs),
             seed=self._seeds.next(),
         )
+        moves = moves if then is None else moves.then(then)
         return moves if pack is None else moves.after(pack)
 
     def _synchronise(self, bucket: Bucket, number: int) -> Moves:
@@ -330,41 +294,39 @@ class Reductions:
         (numel,) = chunk.sizes
         pad = padded(numel, group.size) - numel
         between = self._vectors.get(bucket.gradients)
-        shares = {part: self._ways[part].share for part in chunk.gradients}
+        shares = {part: self._ways[part].share for part in chunk.spans}
         # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
         adds = [
-            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part)
+            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part, bucket)
             for part, share in shares.items()
         ]
-        for part in chunk.gradients:
+        for part in chunk.spans:
             part.synchronised = between is None
         if between is None:
-            accumulated = any(_accumulates(part, share) for part, share in shares.items())
+            accumulated = any(
+                share is part.owned.values or (part.has_local and share is part.local.values)
+                for part, share in shares.items()
+            )
             vector, pack = chunk.packed(shares, topology.wire_dtype, pad=pad, scratch=accumulated)
         else:
             vector, pack = between.values[chunk.begin : chunk.begin + numel + pad], None
             between.left -= 1
             if not between.left:
                 del self._vectors[bucket.gradients]
-        in_place = _takes_sums(bucket)
-        summed = (
-            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + numel]
-            if in_place
-            else allocate(numel, torch.float32, chunk.device)
-        )
+        owned = {part: part.owned.values for part in chunk.spans}
+        sums, accumulates, deliver = bucket.place_of_sums(number, 0, owned, adds)
+        codecs = self._codecs_of(Axis.REPLICA, bucket)
         moves = all_reduce(
             group,
             vector,
-            summed,
+            sums,
             scale=topology.scale(group.size),
-            accumulate=in_place and any(adds),
-            codecs=self._codecs_of(Axis.REPLICA, bucket),
-            feedback=self.feedback.of_sync(bucket, number, self._codecs_of(Axis.REPLICA, bucket)),
+            accumulate=accumulates,
+            codecs=codecs,
+            feedback=self.feedback.of_sync(bucket, number, codecs),
             seed=self._seeds.next(),
         )
-        if not in_place:
-            owned = _owned(chunk)
-            moves = moves.then(lambda: chunk.deliver(0, summed, owned, adds))
+        moves = moves if deliver is None else moves.then(deliver)
         return moves if pack is None else moves.after(pack)
 
     # -- gradients on their way --------------------------------------------------------------------------------
@@ -380,24 +342,32 @@ class Reductions:
                 for part in self._gradients[unit]
                 if part.layout.encoded is operation.encoded
             ]
-            bucket = self._buckets[key] = _cut(operation.axis, parts, self._groups, self._plan.bucket_chunks)
+            bucket = self._buckets[key] = cut(operation.axis, parts, self._groups, self._plan.bucket_chunks)
         return bucket
 
-    def _shards(self, chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
-        """P-shard gradients with elements in a chunk."""
-        return {part: self._ways[part].shard for part in chunk.gradients}
-
-    def _claim(self, axis: Axis, part: UnitGradient) -> bool:
-        """Announce that reductions along an axis write the gradient of an optimizer share; returns whether they add."""
+    def _claim(self, axis: Axis, part: UnitGradient, bucket: Bucket) -> bool:
+        """Announce that the reduction of a bucket's chunk along an axis writes the gradient of a P shard, or of an
+        optimizer share; returns whether it adds to what is there."""
         way = self._ways[part]
+        if axis is not Axis.PARAMS:
+            if axis not in way.adds:
+                way.adds[axis] = part.owned.claim()
+            if axis is Axis.SHARD:
+                way.share = part.owned.values
+            return way.adds[axis]
         if axis not in way.adds:
-            way.adds[axis] = part.owned.claim()
-        if axis is Axis.SHARD:
-            way.share = part.owned.values
+            way.left = bucket.chunks_of[part]
+            if self._topology.scatter_always:  # it goes on to the optimizer shares, and nothing accumulates in it
+                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, way.staged.device))
+            else:
+                target = part.local
+            way.adds[axis] = target.claim()
+            way.shard = way.share = target.values
+        way.left -= 1
         return way.adds[axis]
 
     def _codecs_of(self, axis: Axis, bucket: Bucket) -> HopCodecs:
-        return self._codecs[axis] if self._encoding and bucket.gradients[0].layout.encoded else EXACT
+        return self._codecs[axis] if self.encodes and bucket.gradients[0].layout.encoded else EXACT
 
     def _load(self, operation: Operation, bucket: Bucket) -> Load:
         """The description of a reduction's data, which is created once."""
@@ -409,35 +379,3 @@ class Reductions:
             units = tuple(part.unit for part in parts)
             load = self._loads[key] = Load(label, operation.axis, units, operation.encoded)
         return load
-
-
-def _cut(axis: Axis, parts: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
-    """Cut a bucket of these gradients into at most this many chunks, for a reduction along an axis."""
-    if axis is Axis.PARAMS:
-        pieces = [[part.layout.shard_numel for part in parts]] * groups[axis].size
-        return Bucket(parts, pieces, is_even=True, members=1, chunks=chunks, longest=sum(pieces[0]))
-    by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
-    longest, replicas = max(map(sum, by_owner)), groups[Axis.REPLICA].size
-    if axis is Axis.REPLICA:
-        by_owner = [[part.owned.memory.numel() for part in parts]]
-    is_even = axis is Axis.REPLICA or all(part.even for part in parts)
-    return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
-
-
-def _accumulates(part: UnitGradient, values: torch.Tensor) -> bool:
-    """Whether a tensor is one of the buffers that accumulate a gradient."""
-    return values is part.owned.values or (part.has_local and values is part.local.values)
-
-
-def _owned(chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
-    """Gradients of this rank's optimizer shares, for a chunk's sums."""
-    return {part: part.owned.values for part in chunk.gradients}
-
-
-def _zero(padding: torch.Tensor) -> None:
-    padding.zero_()
-
-
-def _takes_sums(bucket: Bucket) -> bool:
-    """Whether fp32 sums can be written directly into the buffer of a bucket's only gradient."""
-    return len(bucket.gradients) == 1 and bucket.gradients[0].owned.memory.dtype == torch.float32

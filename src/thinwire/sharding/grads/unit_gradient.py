@@ -60,23 +60,25 @@ class _Copies:
         layout: Layout of the buffer with the places.
         joins: Whether to join all gradients into one vector first, padding included. It takes memory for that, and is
             the faster way where every copy is a call; a device with streams copies as many in one launch.
+
+    Attributes:
+        whole: The gradients of all parameters, in order; empty as long as one is missing.
     """
 
     def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
         self._layout, self._joins = layout, joins
         self._grads: dict[int, torch.Tensor] = {}
-        self._whole: list[torch.Tensor] = []  # the gradients of all parameters, if they came together
+        self.whole: list[torch.Tensor] = []
         self._target: torch.Tensor | None = None
         self._targets: list[torch.Tensor] = []  # all places in that buffer, and then its padding
         self._paddings: dict[torch.dtype, list[torch.Tensor]] = {}  # by dtype, zeros for each gap of the layout
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Copy the gradient of parameter ``index`` later."""
-        self._grads[index] = grad
-
-    def put_all(self, grads: list[torch.Tensor]) -> None:
-        """Copy the gradients of all parameters, in order, later."""
-        self._whole = grads
+        grads = self._grads
+        grads[index] = grad
+        if len(grads) == len(self._layout.slots):
+            self.whole, self._grads = [grads[index] for index in range(len(grads))], {}
 
     def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> bool:
         """Copy the gradients to their places in a buffer, or add them to what is there.
@@ -89,12 +91,15 @@ class _Copies:
         Returns:
             Whether the whole buffer has its values now, the zeros of its padding included.
         """
-        grads, whole = self._grads, self._whole
-        if len(grads) == len(self._layout.slots):
-            grads, whole = {}, [grads[index] for index in range(len(grads))]
-        self._grads, self._whole = {}, []
+        grads, whole = self._grads, self.whole
+        self._grads, self.whole = {}, []
         if whole:
-            places = self._targets if target is self._target else self._places(target, stays=stays)
+            places = self._targets
+            if target is not self._target:
+                places = [_place(target, slot) for slot in self._layout.slots]
+                places += [target[gap] for gap in self._layout.gaps]
+                if stays:
+                    self._target, self._targets = target, places
             if add:
                 torch._foreach_add_(places[: len(whole)], whole)
             elif len(places) == len(whole):
@@ -107,48 +112,25 @@ class _Copies:
             copy([_place(target, self._layout.slots[index]) for index in grads], list(grads.values()))
         return False
 
-    def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-        """All gradients as one new vector, padding included.
-
-        Args:
-            dtype: What their dtype must be; by default, that of any of them.
-
-        Returns:
-            The vector; ``None`` if they cannot be joined, and are still to be copied.
-        """
-        if len(self._grads) == len(self._layout.slots):
-            self._whole, self._grads = [self._grads[index] for index in range(len(self._grads))], {}
-        whole = self._whole
-        if not self._joins or not whole or dtype not in (None, whole[0].dtype):
+    def joined(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """All gradients as one new vector of this dtype, padding included; ``None`` if they cannot be joined, and are
+        still to be copied."""
+        whole, gaps = self.whole, self._layout.gaps
+        if not self._joins or not whole or len({dtype, *(grad.dtype for grad in whole)}) > 1:
             return None
-        if len({grad.dtype for grad in whole}) > 1:
-            return None
-        self._grads, self._whole = {}, []
-        return torch._C._nn.flatten_dense_tensors(self._with_paddings(whole))
-
-    def _places(self, target: torch.Tensor, *, stays: bool) -> list[torch.Tensor]:
-        """The places of all gradients in a buffer, and its padding; those in one that stays are made once."""
-        places = [_place(target, slot) for slot in self._layout.slots]
-        places += [target[gap] for gap in self._layout.gaps]
-        if stays:
-            self._target, self._targets = target, places
-        return places
+        self.whole = []
+        zeros = self._zeros(whole[0]) if gaps else []
+        if len(gaps) > 1 or (gaps and gaps[0].stop != self._layout.numel):
+            of_gaps = {gap.start: zero for gap, zero in zip(gaps, zeros, strict=True)}
+            behind = [of_gaps.get(slot.offset + slot.numel) for slot in self._layout.slots]
+            pieces = [piece for pair in zip(whole, behind, strict=True) for piece in pair if piece is not None]
+        else:
+            pieces = [*whole, *zeros]
+        return torch._C._nn.flatten_dense_tensors(pieces)
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._grads, self._whole = {}, []
-
-    def _with_paddings(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients, and between them the zeros that fill the buffer up."""
-        gaps = self._layout.gaps
-        if not gaps:
-            return grads
-        zeros = self._zeros(grads[0])
-        if len(gaps) == 1 and gaps[0].stop == self._layout.numel:
-            return [*grads, *zeros]
-        of_gaps = {gap.start: zero for gap, zero in zip(gaps, zeros, strict=True)}
-        behind = [of_gaps.get(slot.offset + slot.numel) for slot in self._layout.slots]
-        return [piece for pair in zip(grads, behind, strict=True) for piece in pair if piece is not None]
+        self._grads, self.whole = {}, []
 
     def _zeros(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Zeros for each gap of the layout, made once for each dtype."""
@@ -255,41 +237,16 @@ class UnitGradient:
 
         Args:
             grads: Gradients of the whole unit's trained parameters, in order.
-            last: Whether this is the step's last micro-batch.
-            late: Whether the unit's turn in this backward is over.
+            last: See there.
+            late: See there.
         """
         if self._copies is None or self.seen:
             for index, slot in enumerate(self._slots):
                 self.collect(index, grads[slot], last=last, late=late)
             return
         self._begin(last=last, late=late)
-        self._copies.put_all(list(grads[self._slots.start : self._slots.stop]))
+        self._copies.whole = list(grads[self._slots.start : self._slots.stop])
         self.seen.update(range(len(self._slots)))
-
-    def take_whole(self, grads: list[torch.Tensor], *, last: bool) -> torch.Tensor | None:
-        """Take the gradients of all parameters of a unit with one buffer, and close the micro-batch, as
-        :meth:`collect_all` and :meth:`finish` do, which small units would spend most of their time in.
-
-        Returns:
-            The result of :meth:`finish`; ``None`` if nothing was taken, because these two have to do it.
-        """
-        copies = self._copies
-        if copies is None or self.seen or len(grads) != len(self.layout.slots):
-            return None
-        self.unsynced = True
-        self._begin(last=last)
-        copies.put_all(grads)
-        if not self._into_local:
-            joined = copies.joined(self.topology.wire_dtype)
-            if joined is not None:
-                return joined
-        target, accumulates = self._target()
-        copies.perform(target, add=accumulates, stays=self._into_local)
-        if self._into_local:
-            self.local.empty = False
-        else:
-            self.staging = None
-        return target
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
         """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
@@ -317,14 +274,20 @@ class UnitGradient:
             place.copy_(grad)
         seen.add(index)
 
-    def finish(self, *, last: bool) -> torch.Tensor:
+    def finish(self, *, last: bool, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Close the micro-batch: parameters without a gradient count as zero.
+
+        Args:
+            last: Whether this is the step's last micro-batch.
+            grads: Gradients of all parameters, in order, of which none has been collected, if they wait for each other.
 
         Returns:
             The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
         """
         if not self.seen:
             self._begin(last=last)
+        if grads is not None and self._copies is not None:
+            self._copies.whole = grads
         if not self._into_local and self._copies is not None:
             joined = self._copies.joined(self.topology.wire_dtype)
             if joined is not None:

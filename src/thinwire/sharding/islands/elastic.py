@@ -117,14 +117,12 @@ class ElasticExchanges(Exchanges):
         sharded: The model.
 
     Attributes:
-        fetched: Updates made in the state that was fetched last, until :meth:`take_fetched`.
         log: Exchanges since :meth:`take_log` was called.
         optimizer: The inner optimizer, whose state is handed to new islands.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
         super().__init__(sharded, PeerAxis(None, 0, 1, sharded.meter))
-        self.fetched: int | None = None
         self.log: list[Exchanged] = []
         self.optimizer: InnerOptimizer | None = None
         self._membership: OtherIslands | None = None
@@ -134,12 +132,12 @@ class ElasticExchanges(Exchanges):
         self._meets_at: int | None = None
         self._problem = "nothing on this rank"
 
-    def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> None:
+    def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> Ended:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
-        self._sharded.seeds.be_island(membership.island)
+        self._sharded.seeds.be_island(membership.own.island)
         self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
-        self._together(self._sharded.steps.taken, (), entering=True)
+        return self._together(self._sharded.steps.taken, (), entering=True)
 
     def writes(self) -> bool:
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
@@ -151,25 +149,19 @@ class ElasticExchanges(Exchanges):
         return comes
 
     def end_step(self) -> Ended:
-        """See :meth:`Exchanges.end_step`; if the island fetched a state, all units have new masters."""
+        """See :meth:`Exchanges.end_step`."""
         self._has_trained = True
         self._made += 1
         at, self._meets_at = self._meets_at, None
         if at is None:
             return Ended(frozenset(), self._sharded.steps.taken + 1)
-        written = self._together(at, self._due(at))
-        return Ended(written, at)  # a slow island goes on at the others' step
+        return self._together(at, self._due(at))  # a slow island goes on at the others' step
 
-    def finish(self) -> frozenset[int]:
+    def finish(self) -> Ended:
         """Exchange everything that was not exchanged after the last step with the islands that are there."""
         step = self._sharded.steps.taken
         due = tuple(f for f in range(self._settings.fragments) if self.alike_since.get(f) != step)
-        return self._together(step, due) if due else frozenset()
-
-    def take_fetched(self) -> int | None:
-        """Updates made in a state that was fetched since the last call; ``None`` if there is none."""
-        fetched, self.fetched = self.fetched, None
-        return fetched
+        return self._together(step, due) if due else Ended(frozenset(), step)
 
     def take_log(self) -> list[Exchanged]:
         """Exchanges since the last call."""
@@ -183,53 +175,44 @@ class ElasticExchanges(Exchanges):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> frozenset[int]:
-        """Meet the others until an exchange or a fetch has succeeded; returns the units with new masters."""
+    def _together(self, step: int, due: Sequence[int], *, entering: bool = False) -> Ended:
+        """Meet the others until an exchange or a fetch has succeeded."""
         membership, started = self._entered(), time.monotonic()
         made, self._made = self._made, 0
         cycle = 0.0 if entering else self._pace.cycle(self._sharded.steps.taken + 1, step)
         deadline, attempts, checksum = started + self._settings.patience, 0, self._checksum()
         while True:
-            meeting = membership.meet(
-                step,
-                checksum,
-                entering=entering,
-                fresh=not self._has_trained,
-                cycle=cycle,
-                expected=Expected(math.inf) if entering else self._pace.expected(),
-                deadline=deadline,
+            own = membership.own._replace(
+                step=step, entering=entering, fresh=not self._has_trained, checksum=checksum, cycle=cycle
             )
+            meeting = membership.meet(own, Expected(math.inf) if entering else self._pace.expected(), deadline)
             attempts, met = attempts + 1, time.monotonic()
-            is_member, source = membership.is_member(meeting), None
-            if not is_member:
-                source = meeting.source_of(membership.name).island
-                succeeded = self._fetch(membership, meeting, deadline)
-            elif entering:
-                succeeded = True
-            else:
-                succeeded = self._exchange(membership, meeting, due)
+            is_member = membership.is_member(meeting)
             if is_member:
+                succeeded = entering or self._exchange(membership, meeting, due)
                 state = functools.partial(self._state_for, meeting, step) if succeeded else None
                 membership.publish(meeting, state)
-            if succeeded:
+                now, source, fragments = step if succeeded else None, None, due
+            else:
+                now, source = self._fetch(membership, meeting, deadline), meeting.source_of(own.name).island
+                fragments = range(self._settings.fragments)
+            if now is not None:
                 break
             if time.monotonic() >= deadline:
                 raise CollectiveError(
-                    f"island {membership.island}: {attempts} attempts to exchange have failed within islands.patience "
+                    f"island {own.island}: {attempts} attempts to exchange have failed within islands.patience "
                     f"= {self._settings.patience:g} s, the last one with {self._problem!r}; see whether the islands "
                     f"reach each other, and whether islands.timeout = {self._settings.timeout:g} s is enough for a "
                     "message"
                 )
         islands, came = (tuple(p.island for p in group) for group in (meeting.members, meeting.comers))
         self._pace.others = None if is_member and len(meeting.members) == 1 else meeting.cycle
-        now = step if is_member else self.fetched
-        assert now is not None
         checksum = checksum if entering and is_member else self._checksum()
         self._pace.begin(now, met, behind=not is_member)
         self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
-        self.alike_since |= dict.fromkeys(due if is_member else range(self._settings.fragments), now)
-        fragments = due if is_member else range(self._settings.fragments)
-        return frozenset(unit for fragment in fragments for unit in self._units[fragment])
+        self.alike_since |= dict.fromkeys(fragments, now)
+        units = frozenset(unit for fragment in fragments for unit in self._units[fragment])
+        return Ended(units, now, fetched=not is_member)
 
     def _entered(self) -> OtherIslands:
         if self._membership is None:
@@ -274,21 +257,20 @@ class ElasticExchanges(Exchanges):
         """A number that two islands share exactly if they agree about all anchors and momenta."""
         return self._entered().combined(_crc(list(shared_state(self.parts).values())))
 
-    def _fetch(self, membership: OtherIslands, meeting: Quorum, deadline: float) -> bool:
-        """Fetch the state of a member. Nothing changes unless all ranks have it."""
+    def _fetch(self, membership: OtherIslands, meeting: Quorum, deadline: float) -> int | None:
+        """Fetch the state of a member; returns the updates made in it. Nothing changes unless all ranks have it."""
         fetched: Fetched | None = None
         try:
             fetched = Fetched(membership.fetch(meeting, deadline), self.parts)
         except CollectiveError as error:
             self._problem = str(error)
         if not membership.agree(succeeded=fetched is not None):
-            return False
+            return None
         assert fetched is not None
         if not self._has_trained:
             self._has_trained = fetched.take_inner(self.optimizer)
         fetched.take_shared(self.parts)
-        self.fetched = fetched.step
-        return True
+        return fetched.step
 
 
 def _crc(tensors: Sequence[torch.Tensor]) -> int:

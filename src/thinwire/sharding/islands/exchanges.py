@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +20,12 @@ class Ended(NamedTuple):
     Attributes:
         units: Numbers of the units with new masters.
         step: Optimizer steps taken now: one more, unless a slow island goes on at the step of the others.
+        fetched: Whether these masters are a state that was fetched from another island, of that step.
     """
 
     units: frozenset[int]
     step: int
+    fetched: bool = False
 
 
 @dataclass
@@ -35,7 +38,11 @@ class Pending:
     """
 
     due: int
-    tickets: list[Ticket | None]
+    tickets: list[Ticket]
+
+    def wait(self) -> None:
+        for ticket in self.tickets:
+            ticket.wait()
 
 
 class Exchanges:
@@ -92,13 +99,9 @@ class Exchanges:
                 self.alike_since[fragment] = step
         return Ended(frozenset(unit for units in written for unit in units), step)
 
-    def finish(self) -> frozenset[int]:
+    def finish(self) -> Ended:
         """End the exchanges under way, and exchange everything that was not exchanged after the last step, without a
-        blend: then all islands hold the same masters. Collective over all islands.
-
-        Returns:
-            Numbers of the units with new masters.
-        """
+        blend: then all islands hold the same masters. Collective over all islands."""
         step = self._sharded.steps.taken
         written = [self._finish(fragment) for fragment in sorted(self.pending)]
         for fragment in range(self._settings.fragments):
@@ -106,16 +109,12 @@ class Exchanges:
                 self.pending[fragment] = Pending(step, self._start(fragment))
                 written.append(self._finish(fragment, blends=False))
                 self.alike_since[fragment] = step
-        return frozenset(unit for units in written for unit in units)
-
-    def take_fetched(self) -> int | None:
-        """Updates made in a state that was fetched from another island since the last call; ``None`` without any."""
-        return None
+        return Ended(frozenset(unit for units in written for unit in units), step)
 
     def wait(self) -> None:
         """Wait until the exchanges under way have ended; their results are written when they are due."""
         for pending in self.pending.values():
-            _wait(pending)
+            pending.wait()
 
     def resume(self, pending: dict[int, int]) -> None:
         """Go on with exchanges that a checkpoint was saved in the middle of: their outer steps are made.
@@ -123,10 +122,10 @@ class Exchanges:
         Args:
             pending: Updates after which each is due, by fragment.
         """
-        self.pending = {
-            fragment: Pending(due, [self._gather(state, fragment) for state in self.parts[fragment]])
-            for fragment, due in pending.items()
-        }
+        self.pending = {fragment: Pending(due, []) for fragment, due in pending.items()}
+        for fragment, exchange in self.pending.items():
+            for state in self.parts[fragment]:
+                exchange.tickets += self._gather(state, fragment)
 
     def _due(self, step: int) -> tuple[int, ...]:
         return due_fragments(self._sharded.plan, step, self.share)
@@ -147,33 +146,27 @@ class Exchanges:
             states.append(PartState(part, buffers, share, replicas, self._settings, sharded.codecs.outer))
         return states
 
-    def _start(self, fragment: int) -> list[Ticket | None]:
-        lanes, tickets = self._sharded.lanes, list[Ticket | None]()
+    def _start(self, fragment: int) -> list[Ticket]:
+        lanes, tickets = self._sharded.lanes, list[Ticket]()
         for state in self.parts[fragment]:
-            exchange = state.start(self._group, self._sharded.seeds.of_exchange(fragment))
-            part = state.part
+            mean, moves = state.exchange(self._group, self._sharded.seeds.of_exchange(fragment))
+            part, step = state.part, functools.partial(state.step, mean)
             load = Load(f"exchange fragment {fragment}", Axis.ISLANDS, part.units, part.encoded)
-            ticket = lanes.submit(Lane.OUTER, exchange, load=load)
-            tickets += [ticket, self._gather(state, fragment, ticket)]
+            ticket = lanes.submit(Lane.OUTER, moves.then(step), load=load)
+            tickets += [ticket, *self._gather(state, fragment, ticket)]
         return tickets
 
-    def _gather(self, state: PartState, fragment: int, *after: Ticket) -> Ticket | None:
+    def _gather(self, state: PartState, fragment: int, *after: Ticket) -> list[Ticket]:
         """Gather the result of an outer step inside the island, if several ranks own the same shares."""
         moves = state.gather()
         if not moves:
-            return None
+            return []
         load = Load(f"gather fragment {fragment}", Axis.REPLICA, state.part.units)
-        return self._sharded.lanes.submit(Lane.OUTER, moves, after=after, load=load)
+        return [self._sharded.lanes.submit(Lane.OUTER, moves, after=after, load=load)]
 
     def _finish(self, fragment: int, *, blends: bool = True) -> tuple[int, ...]:
         """Wait for an exchange and write its result; returns the fragment's units."""
-        _wait(self.pending.pop(fragment))
+        self.pending.pop(fragment).wait()
         for state in self.parts[fragment]:
             state.finish(blends=blends)
         return self._units[fragment]
-
-
-def _wait(pending: Pending) -> None:
-    for ticket in pending.tickets:
-        if ticket is not None:
-            ticket.wait()

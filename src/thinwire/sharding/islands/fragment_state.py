@@ -67,11 +67,6 @@ class PartState:
         """First element of the vector that this rank keeps the state of."""
         return self._piece.start
 
-    def start(self, group: AxisGroup, seed: int) -> Moves:
-        """Exchange the change since the last outer step, and make the next one."""
-        mean, moves = self.exchange(group, seed)
-        return moves.then(lambda: self.step(mean))
-
     def exchange(self, group: AxisGroup, seed: int) -> tuple[torch.Tensor, Moves]:
         """The mean change of all islands since the last outer step, fp32, and the moves that fill it.
 

@@ -122,12 +122,11 @@ class Lighthouse:
     def _beat(self) -> None:
         client: Any = None
         while not self._ended.wait(_BEAT):
-            with contextlib.suppress(RuntimeError, TimeoutError, OSError):
+            try:
                 client = client or self._connect()
-                try:
-                    client.heartbeat(self._name, datetime.timedelta(seconds=2))
-                except (RuntimeError, TimeoutError, OSError):
-                    client = None
+                client.heartbeat(self._name, datetime.timedelta(seconds=2))
+            except (RuntimeError, TimeoutError, OSError):
+                client = None
 
 
 def _ask(client: Any, own: Participant, timeout: float) -> Any:

@@ -42,6 +42,9 @@ class OtherIslands:
         device: Device of the model.
         meter: Counts the bytes.
 
+    Attributes:
+        own: What this island says of itself, with the updates that it has made and its pace left out.
+
     Raises:
         UsageError: On every rank, if the number, the address or the installation cannot be used.
     """
@@ -50,49 +53,34 @@ class OtherIslands:
         self, plan: Plan, island: int, lighthouse: str, ranks: Control, device: torch.device, meter: Meter
     ) -> None:
         assert plan.islands is not None
-        self._plan, self._settings, self.island, self._ranks = plan, plan.islands, island, ranks
-        self._device, self._meter = device, meter
-        self.name = ranks.all_gather_typed(f"{island:05d}-{uuid.uuid4().hex}", _TEXT)[0]
+        self._settings, self._ranks, self._device, self._meter = plan.islands, ranks, device, meter
+        name = ranks.all_gather_typed(f"{island:05d}-{uuid.uuid4().hex}", _TEXT)[0]
         self._lighthouse: Lighthouse | None = None
         self._store: tuple[dist.Store | None, str] = None, ""
         self._axis: PeerAxis | None = None
         self._connected: tuple[str, tuple[str, ...]] = "", ()
-        addresses = self._everywhere(lambda: self._open(lighthouse), _TEXT)
-        self._states = tuple(addresses)
+        states = self._everywhere(lambda: self._open(lighthouse, name, island), _TEXT)
+        self.own = Participant(
+            name, island, 0, False, False, 0, plan.fingerprint(), self._store[1], tuple(states), 0.0, ""
+        )
 
-    def _open(self, lighthouse: str) -> str:
+    def _open(self, lighthouse: str, name: str, island: int) -> str:
         """Serve this rank's state; the first rank also reaches out for the other islands."""
         count = self._settings.count
-        if not 0 <= self.island < count:
-            raise UsageError(
-                f"island = {self.island}: the plan has islands.count = {count}; valid are 0 to {count - 1}"
-            )
+        if not 0 <= island < count:
+            raise UsageError(f"island = {island}: the plan has islands.count = {count}; valid are 0 to {count - 1}")
         host = own_address(lighthouse)
         if self._ranks.rank == 0:
-            self._lighthouse = Lighthouse(lighthouse, self.name)
+            self._lighthouse = Lighthouse(lighthouse, name)
             self._store = host_store(host)
         self._server = StateServer(host, self._settings.timeout)
         return self._server.address
 
-    def meet(
-        self,
-        step: int,
-        checksum: int,
-        *,
-        entering: bool,
-        fresh: bool,
-        cycle: float,
-        expected: Expected,
-        deadline: float,
-    ) -> Quorum:
+    def meet(self, own: Participant, expected: Expected, deadline: float) -> Quorum:
         """Wait for the others at the end of an exchange's steps, or to enter.
 
         Args:
-            step: Updates made.
-            checksum: Of what this island believes all agreed on last.
-            entering: Whether it enters.
-            fresh: Whether it lacks the state of an inner optimizer.
-            cycle: Seconds that the steps of an exchange take at its pace; 0 if it made none.
+            own: What this island says of itself now.
             expected: When the others are expected.
             deadline: Moment of ``time.monotonic()`` at which it gives up.
 
@@ -100,16 +88,10 @@ class OtherIslands:
             CollectiveError: On every rank, if the lighthouse does not answer, or too few islands are there until then.
             MismatchError: On every rank, if the island would enter with another plan.
         """
-        fingerprint = self._plan.fingerprint()
 
         def ask() -> Quorum | None:
-            if self._lighthouse is None:
-                return None
-            own = Participant(
-                self.name, self.island, step, entering, fresh, checksum, fingerprint, self._store[1], self._states,
-                cycle, self._connected[0],
-            )  # fmt: skip
-            return self._ask(self._lighthouse, own, deadline, expected)
+            present = own._replace(connection=self._connected[0])
+            return None if self._lighthouse is None else self._ask(self._lighthouse, present, deadline, expected)
 
         meeting = self._everywhere(ask, _MEETING)[0]
         assert meeting is not None
@@ -126,7 +108,7 @@ class OtherIslands:
                 raise
             if own.entering and (other := quorum.members[0]).plan != own.plan:
                 raise MismatchError(
-                    f"island {self.island} has plan {own.plan}, and island {other.island} has {other.plan}: give all "
+                    f"island {own.island} has plan {own.plan}, and island {other.island} has {other.plan}: give all "
                     "islands the same plan"
                 )
             there = len(quorum.members) + len(quorum.comers)
@@ -134,13 +116,13 @@ class OtherIslands:
                 return quorum
             time.sleep(_PAUSE)
         raise CollectiveError(
-            f"island {self.island}: only {there} of at least islands.minimum = {settings.minimum} islands were there "
+            f"island {own.island}: only {there} of at least islands.minimum = {settings.minimum} islands were there "
             f"for islands.patience = {settings.patience:g} s; start the others, or lower islands.minimum"
         )
 
     def is_member(self, meeting: Quorum) -> bool:
         """Whether this island is one of a meeting's members, rather than one that came."""
-        return any(member.name == self.name for member in meeting.members)
+        return any(member.name == self.own.name for member in meeting.members)
 
     def axis_of(self, meeting: Quorum) -> PeerAxis:
         """The ranks of this rank's position in all members' islands, connected.
@@ -154,7 +136,7 @@ class OtherIslands:
             self._axis = meet_peers(
                 meeting.members[0].store,
                 f"{meeting.key}/{self._ranks.rank}",
-                names.index(self.name),
+                names.index(self.own.name),
                 len(names),
                 self._settings.timeout,
                 self._device,
@@ -207,7 +189,7 @@ class OtherIslands:
             message: Makes the state, for islands that fetch it from this one; ``None`` if the exchange has failed.
         """
         sources = [meeting.source_of(comer.name).name for comer in meeting.comers]
-        awaited = sources.count(self.name)
+        awaited = sources.count(self.own.name)
         if awaited:
             self._server.publish(meeting.key, b"" if message is None else message(), awaited)
 
@@ -217,7 +199,7 @@ class OtherIslands:
         Raises:
             CollectiveError: It does not come.
         """
-        source = meeting.source_of(self.name)
+        source = meeting.source_of(self.own.name)
         if len(source.states) != self._ranks.size:
             raise CollectiveError(f"island {source.island} has {len(source.states)} ranks, this one {self._ranks.size}")
         return fetch(source.states[self._ranks.rank], meeting.key, self._settings.timeout, deadline)

@@ -24,11 +24,8 @@ class Peers(Subgroup):
     The roll call and the store of a job do not know them: an error of the transport is raised as it is.
 
     Args:
-        links: The connections; ``None`` for a single member.
-        index: Index of this rank among the members.
-        size: Number of members.
+        links: See :class:`PeerAxis`, as for ``index``, ``size`` and ``meter``.
         stage: Stage of the lane ``OUTER``.
-        meter: Counts the bytes.
     """
 
     def __init__(self, links: Connections | None, index: int, size: int, stage: Stage, meter: Meter) -> None:

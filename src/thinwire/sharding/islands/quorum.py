@@ -87,11 +87,6 @@ class Quorum(NamedTuple):
     comers: tuple[Participant, ...]
 
     @property
-    def exchanges(self) -> bool:
-        """Whether the members have changes to exchange."""
-        return not self.members[0].entering
-
-    @property
     def cycle(self) -> float | None:
         """Seconds that the members usually take for the steps of an exchange; ``None`` if they have made none."""
         cycles = [member.cycle for member in self.members if member.cycle]

@@ -47,8 +47,7 @@ def shared_pieces(
         begin = 0
         for buffer, runs in state.sources:
             for owned in (by_name[slot.name] for slot in buffer.layout.slots if slot.name in by_name):
-                position = int(owned.grad.storage_offset() - owned.source.owned.memory.storage_offset())
-                first = begin + position
+                first = begin + owned.begin
                 low = max(first, state.begin)
                 high = min(first + owned.fragment.length, state.begin + state.anchor.numel())
                 if low < high:

@@ -22,16 +22,15 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
-from thinwire.program.timeline import WAITING, Timeline
+from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.home import HomeStream
-from thinwire.sharding.lanes.late import Late, read_later
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.lanes.recorder import Mark, Recorder
+from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker
 
-__all__ = ["Lanes", "Mark", "Ticket"]
+__all__ = ["Lanes", "Ticket"]
 
 WATCHED = (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD, Lane.OUTER)
 """Lanes whose waits and work are added up."""
@@ -137,38 +136,6 @@ class Lanes:
             if lane in seconds:
                 seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
         return seconds
-
-    @property
-    def records_timeline(self) -> bool:
-        """Whether a timeline is being recorded."""
-        return self.recorder.timeline is not None
-
-    def start_timeline(self) -> Timeline:
-        """Start to record the work of every stage of every lane, and the waits of computation."""
-        return self.recorder.start()
-
-    def stop_timeline(self) -> None:
-        """Stop recording, which completes the timeline."""
-        self.recorder.stop()
-
-    def mark(self) -> Mark:
-        """The current time of computation; ``None`` while no timeline is recorded."""
-        return self.recorder.mark()
-
-    def computed(self, what: str, name: str, since: Mark) -> None:
-        """Add a span of computation to the timeline, if one is recorded.
-
-        Args:
-            what: Kind of computation, for example ``forward``.
-            name: Name of the unit.
-            since: Mark of its beginning; without a mark, nothing is recorded.
-        """
-        if since is not None:
-            self.recorder.computed(f"{what} {name}", since)
-
-    def late(self, value: torch.Tensor) -> Late:
-        """Send a 0-D tensor to the host, which reads it later."""
-        return read_later(value, self._streams)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a tensor of the device to memory of the host, inside of a body."""

@@ -26,7 +26,7 @@ class Recorder:
         self._events: list[tuple[str, str, StreamEvent, StreamEvent]] = []
 
     def start(self) -> Timeline:
-        """Begin a new timeline."""
+        """Begin a new timeline: the work of every stage of every lane, and the waits of computation."""
         if self._streams is not None:
             self._origin = self._streams.event(timed=True)
             self._origin.record(self._streams.current())
@@ -42,7 +42,7 @@ class Recorder:
         return event
 
     def computed(self, label: str, since: Mark) -> None:
-        """Record a span of computation from a mark until now."""
+        """Record a span of computation from a mark until now, if a timeline was recorded then."""
         now = self.mark()
         if self.timeline is None:
             return

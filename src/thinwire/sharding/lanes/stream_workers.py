@@ -85,7 +85,9 @@ class StreamWorker(Worker):
         with self.streams.use(self._stream), torch.no_grad():
             begun = self.time_of(self._stream)
             body()
-            event = self.time_of(self._stream) or self._mark()
+            if (event := self.time_of(self._stream)) is None:
+                event = self.streams.event()
+                event.record(self._stream)
         if begun is not None:
             self._bodies.add(begun, event)
             self.recorder.measure(self.name, label, begun, event)
@@ -99,11 +101,6 @@ class StreamWorker(Worker):
             return None
         event = self.streams.event(timed=True)
         event.record(stream)
-        return event
-
-    def _mark(self) -> StreamEvent:
-        event = self.streams.event()
-        event.record(self._stream)
         return event
 
     def stalled(self, before: StreamEvent, after: StreamEvent, label: str) -> None:

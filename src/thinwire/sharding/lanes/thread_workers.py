@@ -88,11 +88,6 @@ class _Thread:
         # A daemon, so that the process can exit even if a peer is stuck.
         threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
 
-    def rest(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds until all tickets are done."""
-        if self.newest is not None:
-            self.newest.finished(timeout)
-
     def _loop(self) -> None:
         with torch.no_grad():
             while True:
@@ -107,7 +102,8 @@ def _rest() -> None:
     process at that moment. The wait is limited, because after an error a ticket may never finish."""
     deadline = time.monotonic() + (1.0 if hasattr(sys, "last_value") else DEFAULT_TIMEOUT.total_seconds())
     for thread in _Thread.by_name.values():
-        thread.rest(max(0.0, deadline - time.monotonic()))
+        if thread.newest is not None:
+            thread.newest.finished(max(0.0, deadline - time.monotonic()))
 
 
 @final

@@ -31,14 +31,12 @@ def refuse_per_tensor(
     Raises:
         UsageError: The optimizer needs whole tensors, or fails by itself.
     """
-    options = _for_trial(options)
     with _seeded(device):
         start, grads = torch.randn(8, 6).to(device), torch.randn(2, 8, 6).to(device)
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
     try:
-        with torch.enable_grad():
-            _try(optimizer_class([whole], **options), [whole], [[g] for g in grads])
+        _tried(optimizer_class, options, [whole], [[g] for g in grads])
     except _REFUSALS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
@@ -46,8 +44,7 @@ def refuse_per_tensor(
             f"optimizers: {reason}"
         ) from error
     try:
-        with torch.enable_grad():
-            _try(optimizer_class(parts, **options), parts, [list(g.view(-1).split([20, 28])) for g in grads])
+        _tried(optimizer_class, options, parts, [g.view(-1).split([20, 28]) for g in grads])
         elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
     except _REFUSALS:
         elementwise = False
@@ -87,13 +84,27 @@ def refuse_unlike_ranks(
         f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
         "numbers and norms are those of whole tensors"
     )
-    first = _trial(optimizer_class, options, device, seed=0)
+
+    def updated(*, seed: int = 0, other: float = 1.0) -> torch.Tensor | None:
+        """The first of two parameters after two updates; ``None`` if the optimizer refuses the trial. ``seed`` is that
+        of the numbers it may draw, and ``other`` a factor for the gradients of the second parameter."""
+        with _seeded(device):
+            start, grads = torch.randn(2, 8, 6).to(device), torch.randn(2, 2, 8, 6).to(device)
+            pair = [nn.Parameter(part.clone()) for part in start]
+            _seed(device, seed)
+            try:
+                _tried(optimizer_class, options, pair, [[one, two * other] for one, two in grads])
+            except _REFUSALS:
+                return None
+        return pair[0].detach()
+
+    first = updated()
     if first is None:
         return
-    again = _trial(optimizer_class, options, device, seed=1)
+    again = updated(seed=1)
     if again is not None and not torch.equal(first, again):
         raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
-    coupled = _trial(optimizer_class, options, device, seed=0, other=100.0) if cut else None
+    coupled = updated(other=100.0) if cut else None
     if coupled is not None and not torch.equal(first, coupled):
         raise UsageError(
             f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
@@ -101,50 +112,19 @@ def refuse_unlike_ranks(
         )
 
 
-def _trial(
-    optimizer_class: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    device: torch.device,
-    *,
-    seed: int,
-    other: float = 1.0,
-) -> torch.Tensor | None:
-    """Update two parameters twice and return the first; ``None`` if the optimizer refuses the trial.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        options: Options of the optimizer.
-        device: Device of the trial.
-        seed: Seed of the random numbers that the optimizer may draw.
-        other: Factor for the gradients of the second parameter.
-    """
-    with _seeded(device):
-        start, grads = torch.randn(2, 8, 6).to(device), torch.randn(2, 2, 8, 6).to(device)
-        pair = [nn.Parameter(part.clone()) for part in start]
-        _seed(device, seed)
-        try:
-            with torch.enable_grad():
-                _try(optimizer_class(pair, **_for_trial(options)), pair, [[one, two * other] for one, two in grads])
-        except _REFUSALS:
-            return None
-    return pair[0].detach()
-
-
 def updates_in_parts(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
 ) -> bool:
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
     hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
-    options = _for_trial(options)
     with _seeded(device):
         start, grads = torch.randn(2, 8, 6).to(device), torch.randn(3, 2, 8, 6).to(device)
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
-        with torch.enable_grad():
-            _try(optimizer_class(together, **options), together, list(grads))
-            optimizer = optimizer_class(apart, **options)
-            _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
+        _tried(optimizer_class, options, together, list(grads))
+        halves = [step for one, other in grads for step in ((one, None), (None, other))]
+        _tried(optimizer_class, options, apart, halves)
     except _REFUSALS:
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
@@ -180,9 +160,7 @@ def _kept_of_one(
     """What an optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
     parameter = nn.Parameter(torch.ones(_ONE, device=device))
     try:
-        optimizer = optimizer_class([parameter], **_for_trial(options))
-        with torch.enable_grad():
-            _try(optimizer, [parameter], [[torch.ones_like(parameter)]])
+        optimizer = _tried(optimizer_class, options, [parameter], [[torch.ones_like(parameter)]])
     except _REFUSALS:
         return None
     return list(optimizer.state[parameter].values())
@@ -193,13 +171,7 @@ def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[st
     fused = {**options, "fused": True}
     if not options.keys().isdisjoint({"fused", "foreach", "capturable", "differentiable"}):
         return options
-    parameter = nn.Parameter(torch.ones(8, 6))
-    try:
-        with torch.enable_grad():
-            _try(optimizer_class([parameter], **_for_trial(fused)), [parameter], [[torch.ones_like(parameter)]])
-    except _REFUSALS:
-        return options
-    return fused
+    return options if _kept_of_one(optimizer_class, fused, torch.device("cpu")) is None else fused
 
 
 @contextlib.contextmanager
@@ -219,16 +191,24 @@ def _seed(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt options to a trial: a huge learning rate could overflow, and ``capturable`` requires CUDA."""
-    tried = {name: value for name, value in options.items() if name != "capturable"}
-    return {**tried, "lr": 1e-3} if "lr" in tried else tried
-
-
-def _try(optimizer: Any, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]) -> None:
-    if has_modes(optimizer):
-        optimizer.train()
-    for step in grads:
-        for parameter, grad in zip(params, step, strict=True):
-            parameter.grad = None if grad is None else grad.clone()
-        optimizer.step()
+def _tried(
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    params: Sequence[nn.Parameter],
+    grads: Sequence[Sequence[torch.Tensor | None]],
+) -> torch.optim.Optimizer:
+    """Make an optimizer of parameters, and let it step with each of these lists of their gradients. Some options differ
+    in a trial: a huge learning rate could overflow, and ``capturable`` requires CUDA."""
+    tried: dict[str, Any] = {name: value for name, value in options.items() if name != "capturable"}
+    if "lr" in tried:
+        tried["lr"] = 1e-3
+    with torch.enable_grad():
+        optimizer: Any = optimizer_class(params, **tried)
+        if has_modes(optimizer):
+            optimizer.train()
+        for step in grads:
+            for parameter, grad in zip(params, step, strict=True):
+                parameter.grad = None if grad is None else grad.clone()
+            optimizer.step()
+    made: torch.optim.Optimizer = optimizer
+    return made

@@ -95,13 +95,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.runtime, self.owned = runtime, inner
         self.inner, self._group_of = inner.optimizer, group_of or {}
         self._rest = rest  # number of the group of all parameters for which none was given
-        self._expected: dict[str, OwnedFragment | None] = {}  # unfrozen parameters that are in no group yet
-        self._expected_in: list[UnitGradient] = []
+        # Unfrozen parameters that are in no group yet, with the gradients of their buffers, and this rank's fragments.
+        self._expected: dict[str, tuple[UnitGradient, list[OwnedFragment]]] = {}
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
-        self._lanes, self._exchanges, self._holds = runtime.lanes, runtime.exchanges, runtime.holds
-        self._masters = runtime.masters
         sharded = runtime.sharded
         self._update = ShareUpdate(
             self.owned,
@@ -126,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups. Their ``params`` are the model's parameters, as ``model.parameters()`` gives
         them."""
-        if self._expected and not all(part.absent for part in self._expected_in):
+        if self._expected and not all(part.absent for part, _ in self._expected.values()):
             self._take_expected(list(self._expected))
         return self.inner.param_groups
 
@@ -143,23 +141,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts: Gradients of their buffers.
             owned: This rank's fragments of them.
         """
-        names = [slot.name for part in parts for slot in part.layout.slots]
-        self._expected_in += parts
-        self._expected |= dict.fromkeys(names) | {one.fragment.slot.name: one for one in owned}
+        self._expected |= {slot.name: (part, []) for part in parts for slot in part.layout.slots}
+        for one in owned:
+            self._expected[one.fragment.slot.name][1].append(one)
 
     def _take_expected(self, names: Iterable[str], number: int | None = None) -> None:
         """Put unfrozen parameters into a group; by default, each into its own."""
         for name in names:
-            owned = self._expected.pop(name)
-            of_rank = [] if owned is None else [owned]
+            _, owned = self._expected.pop(name)
             assert self.shares is not None
             chosen = self._group_of.get(name, self._rest) if number is None else number
             if chosen is None:
                 chosen = self._rest = self.owned.add_group({})
-            self.owned.take(chosen, of_rank, [self.shares[name]])
-            self._update.take(of_rank)
-        if not self._expected:
-            self._expected_in.clear()
+            self.owned.take(chosen, owned, [self.shares[name]])
+            self._update.take(owned)
 
     @property
     def kind(self) -> str:
@@ -199,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self._holds.refuse("step()")
+        self.runtime.holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -230,10 +225,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _perform(self, result: StepResult) -> None:
         """Update the share once its gradients have arrived, and end the step, which is closed."""
-        runtime, inner, lanes, exchanges = self.runtime, self.inner, self._lanes, self._exchanges
+        runtime, inner = self.runtime, self.inner
+        lanes, exchanges = runtime.lanes, runtime.exchanges
         self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads(settle=False)
-        began = lanes.mark() if lanes.recorder.timeline is not None else None
+        began = lanes.recorder.mark()
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
         arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU
@@ -244,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             unspread = self._update.in_batches(host, at_once=hooked, spreads=not exchanged)
         if began is not None:
-            lanes.computed("update", "of all units", began)
+            lanes.recorder.computed("update of all units", began)
         runtime.finish_step(updated=True, only=unspread)
 
     def _update_unless_found_inf(self) -> None:
@@ -282,8 +278,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "updates all of it. For several, make torch's own from the parameters of each part, as in "
                 f"{self.kind}(model.encoder.parameters()); or give one optimizer several param_groups"
             )
-        if self._masters is not None:
-            self._masters.check_all_managed()
+        if self.runtime.masters is not None:
+            self.runtime.masters.check_all_managed()
         if self._expected:
             self._take_expected(list(self._expected))
         scale = self.loss_scale

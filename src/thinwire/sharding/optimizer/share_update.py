@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import final
 
 from thinwire.sharding.grads.host_states import HostStates
@@ -33,6 +33,9 @@ class ShareUpdate:
             :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
         copies: Whether the optimizer gets gradients as copies in fp32, because they accumulate in another dtype. Copies
             take memory for as many units as are updated at once.
+
+    Attributes:
+        fragments_of: This rank's fragments, by unit.
     """
 
     def __init__(
@@ -46,19 +49,19 @@ class ShareUpdate:
         by_unit: bool,
         copies: bool,
     ) -> None:
-        self._owned = owned
-        self._reducer, self._spreads, self._programs, self._used = reducer, spreads, programs, used
+        self.owned = owned
+        self.reducer, self.spreads, self._programs, self.used = reducer, spreads, programs, used
         self._by_unit, self._copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
         self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
-        self._fragments_of: dict[int, list[OwnedFragment]] = {}
+        self.fragments_of: dict[int, list[OwnedFragment]] = {}
         self.take(owned.fragments)
 
     def take(self, fragments: Iterable[OwnedFragment]) -> None:
         """Update these fragments as well."""
         for fragment in fragments:
-            self._fragments_of.setdefault(fragment.unit, []).append(fragment)
+            self.fragments_of.setdefault(fragment.unit, []).append(fragment)
 
     def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
         """Update the share once its gradients have arrived.
@@ -90,32 +93,24 @@ class ShareUpdate:
         Returns:
             See :meth:`perform`.
         """
-        self._reducer.join()
+        self.reducer.join()
         batches, may_wait = self._programs.updates(), spreads and self._may_wait
         if at_once or not self._by_unit:
             batches, may_wait = [tuple(unit for batch in batches for unit in batch)], False
-        steps = _Batches(
-            self._owned,
-            self._fragments_of,
-            self._used,
-            self._reducer,
-            self._spreads,
-            together=tuple(self._programs.spreads()) if spreads else None,
-            may_wait=may_wait,
-        )
-        host.update(batches, steps)
+        together = tuple(self._programs.spreads()) if spreads else None
+        host.update(batches, _Batches(self, together, may_wait=may_wait))
         return frozenset() if spreads else None
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the optimizer has read."""
-        if self._owned.host is None:  # else it reads them later, and drops them itself
-            for owned in self._owned.fragments:
+        if self.owned.host is None:  # else it reads them later, and drops them itself
+            for owned in self.owned.fragments:
                 owned.value.grad = None
 
     def _as_they_arrive(self) -> None:
         """Update units as soon as their gradients have arrived, while gradients of later units travel."""
         order, began = self._order(), False
-        for units in self._reducer.arrivals(order, apart=self._copies):
+        for units in self.reducer.arrivals(order, apart=self._copies):
             if len(units) == len(order):
                 self._at_once()
                 return
@@ -124,54 +119,54 @@ class ShareUpdate:
                 self.forget_gradients()
             self._update_units(units)
         if not self._copies:
-            self._give_gradients(self._owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
+            self._give_gradients(self.owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _as_needed(self) -> None:
         """Update the units in the order in which the next forward needs them, and spread those that travel together
         while later ones are updated."""
-        self._reducer.join()
+        self.reducer.join()
         self.forget_gradients()
         trained = self._order()
         for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
             self._update_units(units)
-            self._spreads.start_batch(units)
+            self.spreads.start_batch(units)
         if not self._copies:
-            self._give_gradients(self._owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
+            self._give_gradients(self.owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _update_units(self, units: Sequence[int]) -> None:
         """Update this rank's share of units whose gradients have arrived, in one call, and write it back."""
-        fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
+        fragments = [owned for unit in units for owned in self.fragments_of.get(unit, ())]
         self._give_gradients(fragments)
-        with self._owned.over_fragments() as inner:
+        with self.owned.over_fragments() as inner:
             inner.step()
         for owned in fragments:
             owned.value.grad = None
         self._write_back(units)
 
     def _at_once(self) -> None:
-        self._reducer.join()
-        self._give_gradients(self._owned.fragments)
-        with self._owned.over_fragments() as inner:
+        self.reducer.join()
+        self._give_gradients(self.owned.fragments)
+        with self.owned.over_fragments() as inner:
             inner.step()
         self._write_back(self._order())
 
     def _write_back(self, units: Sequence[int]) -> None:
         """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
         them stay valid."""
-        used, trained = self._used, self._spreads.trained
+        used, trained = self.used, self.spreads.trained
         only = None if used.all_used else {unit: used.among(unit, trained(unit)) for unit in units}
-        self._spreads.write_back(units, only=only)
+        self.spreads.write_back(units, only=only)
 
     def _order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""
-        return [unit for unit in self._programs.update_order() if unit in self._reducer.gradients]
+        return [unit for unit in self._programs.update_order() if unit in self.reducer.gradients]
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """Set the gradients that the optimizer reads, in the dtype of the masters.
 
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
-        is_used, all_used, copies = self._used.is_used, self._used.all_used, self._copies
+        is_used, all_used, copies = self.used.is_used, self.used.all_used, self._copies
         for owned in fragments:
             grad, value = owned.grad, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):
@@ -189,68 +184,55 @@ class _Batches:
     gradients, and the options of the optimizer.
 
     Args:
-        owned: The optimizer and its fragments.
-        fragments: Fragments by unit.
-        used: Flags of the parameters that have gradients.
-        reducer: Reducer of the model's gradients.
-        spreads: Takes the updated parameters.
+        share: What is updated.
         together: Units that travel together; ``None`` if nothing is spread now.
         may_wait: Whether an update may end after the optimizer's step.
     """
 
-    def __init__(
-        self,
-        owned: InnerOptimizer,
-        fragments: Mapping[int, Sequence[OwnedFragment]],
-        used: UsedGradients,
-        reducer: Reducer,
-        spreads: Spreads,
-        *,
-        together: Sequence[tuple[int, ...]] | None,
-        may_wait: bool,
-    ) -> None:
-        self._owned, self._fragments, self._reducer, self._spreads = owned, fragments, reducer, spreads
-        self._together, self.may_wait = together, may_wait
+    def __init__(self, share: ShareUpdate, together: Sequence[tuple[int, ...]] | None, *, may_wait: bool) -> None:
+        self._share, self._together, self.may_wait = share, together, may_wait
+        owned, used, fragments = share.owned, share.used, share.fragments_of
         self._optimizer = owned.at_present() if may_wait else None
         self._absent, self._only = frozenset[int](), None
         if not used.all_used:
             everything = itertools.chain.from_iterable(fragments.values())
             self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
-            self._only = {unit: used.among(unit, spreads.trained(unit)) for unit in reducer.gradients}
+            self._only = {unit: used.among(unit, share.spreads.trained(unit)) for unit in share.reducer.gradients}
         # A batch that is under way on a device holds the flag by which its update is skipped.
         self._found_inf = vars(owned.optimizer).get("found_inf")
 
     def begin(self, units: Sequence[int]) -> None:
-        self._spreads.invalidate(units, self._only)
+        self._share.spreads.invalidate(units, self._only)
 
-    def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
-        self._reducer.expect(updated, units)
-        self._spreads.expect_update(units, take)
+    def expect(self, units: Sequence[int], updated: Ticket) -> None:
+        self._share.reducer.expect(updated, units)
+        self._share.spreads.expect_update(units, updated.wait)
 
     def prepare(self, units: Sequence[int]) -> None:
-        self._spreads.visit(units)
+        self._share.spreads.visit(units)
 
     def act(self, units: Sequence[int]) -> None:
-        fragments = [owned for unit in units for owned in self._fragments.get(unit, ())]
+        fragments = [owned for unit in units for owned in self._share.fragments_of.get(unit, ())]
         for owned in fragments:
             grad, value = owned.shown, owned.value
             value.grad = None if id(owned) in self._absent else grad.to(value.dtype)
-        with contextlib.nullcontext(self._optimizer) if self._optimizer else self._owned.over_fragments() as optimizer:
+        over_fragments = self._share.owned.over_fragments
+        with contextlib.nullcontext(self._optimizer) if self._optimizer else over_fragments() as optimizer:
             optimizer.step()
         for owned in fragments:
             owned.value.grad = None
 
     def write(self, units: Sequence[int]) -> None:
-        self._spreads.cast(units)
+        self._share.spreads.cast(units)
 
     def then(self, units: Sequence[int], updated: Ticket | None) -> Sequence[Ticket]:
         after = () if updated is None else (updated,)
         for batch in self._together or ():
             if not frozenset(batch).isdisjoint(units):
-                self._spreads.start_batch(batch, after=after)
+                self._share.spreads.start_batch(batch, after=after)
         if updated is not None:
-            self._reducer.expect(updated, units)
-            self._spreads.expect(updated, units)
+            self._share.reducer.expect(updated, units)
+            self._share.spreads.expect(updated, units)
         if self._together is not None:
-            self._spreads.send_home(units, after)
-        return self._spreads.tickets(units)
+            self._share.spreads.send_home(units, after)
+        return self._share.spreads.tickets(units)

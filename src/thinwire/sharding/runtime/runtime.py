@@ -321,9 +321,9 @@ class Runtime:
         if self.exchanges is not None:
             if self.exchanges.writes() or not self.plan.residence.on_device:
                 self.spreads.join()  # they may read the masters, or masters may be on their way to the host
-            written, step = self.exchanges.end_step()
-            if (fetched := self.exchanges.take_fetched()) is not None:
-                self.loaded(fetched, with_replicas=False)
+            written, step, fetched = self.exchanges.end_step()
+            if fetched:
+                self.loaded(step, with_replicas=False)
                 return
             self.spreads.write_back(sorted(written))
             if written:
@@ -361,9 +361,9 @@ class Runtime:
         self.refuse("enter_islands()")
         self.join_spreads()
         exchanges.hold()
-        exchanges.enter(others, optimizer)
-        if (step := exchanges.take_fetched()) is not None:
-            self.loaded(step, with_replicas=False)
+        entered = exchanges.enter(others, optimizer)
+        if entered.fetched:
+            self.loaded(entered.step, with_replicas=False)
         return self.num_steps
 
     def join_islands(self) -> None:
@@ -372,8 +372,8 @@ class Runtime:
             return
         self.refuse("join_islands()")
         self.join_spreads()
-        written = self.exchanges.finish()
-        if (step := self.exchanges.take_fetched()) is not None:
+        written, step, fetched = self.exchanges.finish()
+        if fetched:
             self.loaded(step, with_replicas=False)
             return
         self.spreads.write_back(sorted(written), differences=True)

@@ -94,15 +94,13 @@ class ShardedParameters:
         shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
         of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
-        first = int(part.owned.memory.storage_offset())
         for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
             owned = fragments.get(slot.name)
             if owned is None:
                 piece, offset, mine = masters[:0].detach(), 0, slice(0, 0)
             else:
                 piece, offset = owned.value.detach().reshape(-1), owned.fragment.offset
-                begin = int(owned.grad.storage_offset()) - first
-                mine = slice(begin, begin + owned.fragment.length)
+                mine = slice(owned.begin, owned.begin + owned.fragment.length)
             run = of_shard.get(slot.name)
             in_shard = slice(run.start, run.start + run.length) if run is not None else slice(0, 0)
             trained = TrainedParameter(unit.index, part.first_slot + index, part, index, mine, in_shard)

@@ -291,7 +291,7 @@ class Passes:
         else:
             self._schedule.note_forward(moment)
             unit.join_spread()
-        state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+        state.began[index] = self._lanes.recorder.mark() if self._lanes.recorder.timeline is not None else None
 
     def _will_repeat(self, moment: Moment) -> bool:
         """Whether a backward repeats a forward that records no graph now: that of a reentrant checkpoint. Only the
@@ -333,7 +333,7 @@ class Passes:
             return
         state.at = moment
         if (began := state.began[index]) is not None:
-            self._lanes.computed("forward", unit.name, began)
+            self._lanes.recorder.computed(f"forward {unit.name}", began)
             state.began[index] = None
         if not self._is_sharded:
             self._schedule.note_forward(moment)
@@ -368,7 +368,7 @@ class Passes:
         if will_leave:
             self._open_calls[index] += 1
         self.need(index)
-        self.state.began[index] = self._lanes.mark() if self._lanes.recorder.timeline is not None else None
+        self.state.began[index] = self._lanes.recorder.mark() if self._lanes.recorder.timeline is not None else None
 
     def all_gradients(self, index: int, grads: list[torch.Tensor]) -> None:
         """Take the gradients of all trained parameters of a unit, in order."""
@@ -376,7 +376,7 @@ class Passes:
         moment = state.at = self._grads_ready[index]
         self._schedule.backward.append(moment)
         if (began := state.began[index]) is not None:
-            self._lanes.computed("backward", self._units[index].name, began)
+            self._lanes.recorder.computed(f"backward {self._units[index].name}", began)
         if not self.gradients_count:
             grads = [torch.zeros_like(grad) for grad in grads]
         if index in self._taken:
@@ -401,7 +401,7 @@ class Passes:
         self.state.at = moment
         self._schedule.backward.append(moment)
         if (began := self.state.began[index]) is not None:
-            self._lanes.computed("backward", self._units[index].name, began)
+            self._lanes.recorder.computed(f"backward {self._units[index].name}", began)
         self._reducer.ready(index)
         # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
         self._free_if_left(index)

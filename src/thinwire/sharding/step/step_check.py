@@ -20,7 +20,7 @@ from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes.late import Late
+from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -240,7 +240,7 @@ class StepCheck:
         self.same_order = True
         self.loss_scale: LossScale | None = None
         self.result: StepResult | None = None
-        self._late: list[Late] = []  # norms that the host has not read
+        self._late: list[Callable[[], float]] = []  # norms that the host has not read
         self._then: list[Callable[[bool], None]] = []  # called once it has
 
     def extend(self, infos: Sequence[UnitInfo]) -> None:
@@ -301,7 +301,7 @@ class StepCheck:
         norm = self._norm.measure() / self.gradient_scale
         self.result = replace(self.result, norm=norm, measured=True)
         if self._sharded.world is not None:
-            self._late.append(self._sharded.lanes.late(norm))
+            self._late.append(read_later(norm))
         elif not self.result.finite:
             self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
 
@@ -312,7 +312,7 @@ class StepCheck:
         if not late:
             return
         then, self._then = self._then, []
-        finite = all(math.isfinite(norm.read()) for norm in late)
+        finite = all(math.isfinite(read()) for read in late)
         if not finite:
             self._reducer.forget_lost()
         for act in then:
