@@ -68,7 +68,6 @@ class UnreadyParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter. Values would need communication."""
-        del tensor_contents
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Parameter({tuple(self.shape)}, {self.dtype}, not ready{grad})"
 
@@ -84,9 +83,3 @@ def is_plain(parameter: torch.Tensor) -> bool:
     if kind in (nn.Parameter, UnreadyParameter):
         return True
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_packed(parameter)
-
-
-def set_ready(parameters: Sequence[nn.Parameter], kinds: Sequence[type], *, ready: bool) -> None:
-    """Change the class of plain parameters: to their own ones, once they are ready."""
-    for parameter, kind in zip(parameters, kinds, strict=True):
-        parameter.__class__ = kind if ready else UnreadyParameter
