@@ -12,13 +12,12 @@ from thinwire.codecs import Codec
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, axis_index
-from thinwire.program.wire import frozen_codec, rounds_parameters
+from thinwire.program.wire import frozen_codec, is_excluded, rounds_parameters
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out
 from thinwire.sharding.memory.local import local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.plan_codecs import is_excluded
 from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
 from thinwire.spec import CodecSpec, Plan
 
@@ -113,12 +112,8 @@ class Arenas:
             self._local_gradients = _Arena(trained, dtype, device, host_memory)
 
     def carve(self, flat: Flat, initial: torch.Tensor) -> FlatBuffer:
-        """Place a flat buffer and fill this rank's part of it.
-
-        Args:
-            flat: The buffer.
-            initial: Initial values of this rank's P shard, ``[layout.shard_numel]``, in the parameters' dtype or wider.
-        """
+        """Place a flat buffer and fill this rank's part of it with the initial values of its P shard:
+        ``[layout.shard_numel]``, in the parameters' dtype or wider."""
         layout = flat.layout
         kind, length = _kept(layout)
         shard, stored = self._shards[kind].carve(length), None

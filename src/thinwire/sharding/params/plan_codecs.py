@@ -15,11 +15,9 @@ from thinwire.codecs.triton.warmup import warm_up
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
-from thinwire.program.wire import axis_shape, change_encodings, is_excluded, reduction_codecs, sums_dtype, used_codec
+from thinwire.program.wire import axis_shape, change_encodings, reduction_codecs, sums_dtype, used_codec
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.plan_parts.wire import GRADIENTS
-
-__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded"]
 
 _REDUCED = (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
 """Axes along which gradients are reduced."""
