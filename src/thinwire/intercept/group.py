@@ -226,8 +226,10 @@ class CompressingGroup(PlainGroup):
     def _report_exchange(self, codec: str, plain: Sequence[int], sent: Sequence[int], why: str = "") -> None:
         """Count what other ranks get, in bytes by rank."""
         mine = self.rank()
-        across = exchange.across_nodes(sent, mine, self._gate.nodes)
-        self._report("all_to_all", codec, sum(plain) - plain[mine], sum(sent) - sent[mine], across=across, why=why)
+        local = len(sent) // self._gate.nodes  # ranks of a node, which are consecutive
+        first = mine // local * local
+        across = sum(sent) - sum(sent[first : first + local])
+        self._ledger.add("all_to_all", codec, sum(plain) - plain[mine], sum(sent) - sent[mine], across=across, why=why)
 
     # ------------------------------------------------------------------------------------------ point-to-point
 
@@ -239,7 +241,7 @@ class CompressingGroup(PlainGroup):
             channels, seed = self._channels_of(tensor.device), None if codec is None else self._seed(codec)
             plain = self._plain_bytes("send", tensor.nbytes)
             work, sent = channels.send(tensor, dst, codec, seed)
-            self._report("send", _name(codec), plain, sent, why=why)
+            self._ledger.add("send", _name(codec), plain, sent, why=why)
             return self._noted(work, tensor.device)
         if codec is None:
             return self._pass_on("send", tensors, self._inner.send, tensors, dst, tag, why=[why])
@@ -252,7 +254,7 @@ class CompressingGroup(PlainGroup):
             works.append(self._counted(self._inner.send, [length], dst, tag + LENGTH_TAG))
             sent += length.nbytes
         works.append(self._counted(self._inner.send, [message], dst, tag + MESSAGE_TAG))
-        self._report("send", str(codec.spec), tensor.nbytes, sent)
+        self._ledger.add("send", str(codec.spec), tensor.nbytes, sent)
         return self._noted(AllOf(works, tensors, held=message), tensor.device)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
@@ -260,11 +262,11 @@ class CompressingGroup(PlainGroup):
         (tensor,) = tensors
         codec, why = self._choose("send", tensor, tag=tag)
         if encoded.is_plain(tensor) and streams_of(tensor.device) is not None:
-            self._report("recv", _name(codec), 0, 0, why=why)
+            self._ledger.add("recv", _name(codec), 0, 0, why=why)
             return self._noted(self._channels_of(tensor.device).receive(tensor, src, codec), tensor.device)
         if codec is None:
             return self._pass_on("recv", tensors, self._inner.recv, tensors, src, tag, why=[why])
-        self._report("recv", str(codec.spec), 0, 0)
+        self._ledger.add("recv", str(codec.spec), 0, 0)
         return self._noted(self._receive(tensor, src, tag, codec), tensor.device)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int, codec: Codec) -> dist.Work:
@@ -412,7 +414,7 @@ class CompressingGroup(PlainGroup):
             call(axis, seed)
             inside, across = axis.inside.sent - inside, axis.across.sent - across
             plain = self._plain_bytes(operation, nbytes)
-            self._report(operation, str(codec.spec), plain, inside + across, across=across)
+            self._ledger.add(operation, str(codec.spec), plain, inside + across, across=across)
 
         return self._run(body, results, inputs, waits=not opts.asyncOp)
 

@@ -148,7 +148,7 @@ class PlainGroup(dist.ProcessGroup):
         for i, tensor in enumerate(parts):
             for part in _tensors([tensor]):
                 plain = self._plain_bytes(op, part.nbytes)
-                self._report(op, "none", plain, plain, why=why[i] if why else "")
+                self._ledger.add(op, "none", plain, plain, why=why[i] if why else "")
         device = next((tensor.device for tensor in _tensors(parts)), None)
         return self._noted(self._counted(call, *args), device)
 
@@ -164,11 +164,6 @@ class PlainGroup(dist.ProcessGroup):
     def _waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Context of work of the caller, which counts as waiting."""
         return contextlib.nullcontext() if self._watch is None else self._watch.running(streams_of(device))
-
-    def _report(self, op: str, codec: str, plain: int, sent: int, *, across: int = 0, why: str = "") -> None:
-        """Count a tensor."""
-        with self._lock:
-            self._ledger.add(op, codec, why, plain, sent, across)
 
     def _counted(self, call: Callable[..., dist.Work], *args: Any) -> dist.Work:
         """Start an operation of the transport that is counted elsewhere."""

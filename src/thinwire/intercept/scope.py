@@ -159,8 +159,4 @@ def _mark_schedule(schedule: Any) -> StepMarks:
             return step(*args, **kwargs)
 
     schedule.step = marked
-
-    def undo() -> None:
-        schedule.step = step
-
-    return StepMarks(undo)
+    return StepMarks(functools.partial(setattr, schedule, "step", step))
