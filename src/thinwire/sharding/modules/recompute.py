@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -36,14 +37,8 @@ def _recompute(module: nn.Module) -> Callable[[], None]:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    def undo() -> None:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
     module.forward = recomputed
-    return undo
+    return partial(delattr, module, "forward") if own is None else partial(setattr, module, "forward", own)
 
 
 def _leave_out_caches(module: nn.Module) -> RemovableHandle | None:

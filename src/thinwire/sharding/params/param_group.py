@@ -30,14 +30,9 @@ class State(enum.Enum):
 
 
 class Unit:
-    """The parameters that are gathered, freed and reduced together.
+    """The parameters that are gathered, freed and reduced together, when the forward and backward of a module say so.
 
-    Args:
-        index: Number of the unit.
-        module: Module whose forward and backward drive the unit.
-        info: Description of the unit for the program.
-        buffers: Flat buffers of the unit; shown whole if P is not sharded, otherwise as husks with freed storage.
-        link: Lanes, groups and codec for gathering.
+    In the beginning, flat buffers are shown whole if P is not sharded, otherwise as husks with freed storage.
 
     Attributes:
         state: State of the parameters.

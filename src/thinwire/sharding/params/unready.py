@@ -60,7 +60,7 @@ class UnreadyParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _SETTINGS:
-            args, kwargs = tree_map_only(UnreadyParameter, _whole, (args, kwargs or {}))
+            args, kwargs = tree_map_only(UnreadyParameter, lambda one: one.whole(), (args, kwargs or {}))
             if not any(isinstance(value, UnreadyParameter) for value in args):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -70,10 +70,6 @@ class UnreadyParameter(nn.Parameter):
         """Describe the parameter. Values would need communication."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Parameter({tuple(self.shape)}, {self.dtype}, not ready{grad})"
-
-
-def _whole(parameter: UnreadyParameter) -> torch.Tensor:
-    return parameter.whole()
 
 
 def is_plain(parameter: torch.Tensor) -> bool:

@@ -43,7 +43,8 @@ class WriteAudit:
         self._units = [unit for unit in self._all if unit.computes_with_copies]
         self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
         self._whole = [(unit, _addresses(unit)) for unit in self._all if not unit.sharded]
-        self._forget()
+        self._begun.clear()
+        self._changed.clear()
         for unit in self._units:
             self._others.setdefault(unit.index, self._written_to(unit))
 
@@ -53,7 +54,8 @@ class WriteAudit:
 
     def begin_step(self, number: int) -> None:
         """Begin the step with this number, from 0 on."""
-        self._forget()
+        self._begun.clear()
+        self._changed.clear()
         is_power = number & (number - 1) == 0
         self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
 
@@ -82,10 +84,6 @@ class WriteAudit:
                     buffer.show(whole=True)
                 return unit
         return next((unit for unit, changed in self._changed if changed), None)
-
-    def _forget(self) -> None:
-        self._begun.clear()
-        self._changed.clear()
 
     def _written_to(self, unit: Unit) -> int:
         """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
