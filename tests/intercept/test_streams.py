@@ -293,7 +293,7 @@ def side_streams_job() -> tuple[Outcome, set[str]]:
     """FSDP2's hooks as FSDP2 calls them on a GPU: copies, gathers and reductions on streams of their own."""
     size, problems = 4096, set()
     with on_streams() as check:
-        hooks = adapters._Groups(tw.AxisCodecs.of("int8:256"), 1024, 2)
+        hooks = adapters._compressed(tw.AxisCodecs.of("int8:256"), 1024, 2)
         gather, scatter = adapters.CompressedAllGather(hooks), adapters.CompressedReduceScatter(hooks)
         world, streams = dist.group.WORLD, check.streams
         copying, gathering, reducing = (streams.stream() for _ in range(3))

@@ -1,15 +1,21 @@
 """Encodes what FSDP2 or DDP sends, by one line after wrapping the model. No device mesh is compressed first."""
 
-# Annotations are evaluated in this module, because DDP inspects those of a communication hook.
+from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
@@ -19,52 +25,42 @@ from thinwire.intercept.mesh import compress_group
 from thinwire.intercept.scope import StepMarks, mark_steps
 from thinwire.spec import CodecSpec
 
+_Compressed = Callable[[dist.ProcessGroup], CompressingGroup]
 
-class _Groups:
-    """The compressing group of each of FSDP's groups, made on first use."""
 
-    def __init__(self, codecs: AxisCodecs, min_numel: int, nodes: int | None) -> None:
-        self._codecs, self._min_numel, self._nodes = codecs, min_numel, nodes
-        self._made: dict[dist.ProcessGroup, CompressingGroup] = {}
+def _compressed(codecs: AxisCodecs, min_numel: int, nodes: int | None) -> _Compressed:
+    """Returns the compressing group of each of FSDP's groups, made on first use."""
 
-    def of(self, group: dist.ProcessGroup) -> CompressingGroup:
+    @functools.cache
+    def of(group: dist.ProcessGroup) -> CompressingGroup:
         if isinstance(group, CompressingGroup):
             raise UsageError(
                 f"axis {group.axis} is compressed already: leave out compress_fsdp(), or do not compress the axis"
             )
-        if group not in self._made:
-            made = self._made[group] = compress_group(group, self._codecs.reduce, axis="fsdp")
-            made.configure(self._codecs, min_numel=self._min_numel, nodes=self._nodes)
-        return self._made[group]
+        made = compress_group(group, codecs.reduce, axis="fsdp")
+        made.configure(codecs, min_numel=min_numel, nodes=nodes)
+        return made
+
+    return of
 
 
-class _Collective:
-    """The part of FSDP's interface that both collectives share."""
-
-    def __init__(self, groups: _Groups) -> None:
-        self._groups = groups
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CompressedAllGather(_Collective, AllGather):
+class CompressedAllGather(DefaultAllocMixin, AllGather):
     """Encoded all-gather for ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
 
+    def __init__(self, compressed: _Compressed) -> None:
+        self._compressed, self._gather = compressed, DefaultAllGather()
+
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        opts = AllgatherOptions()
-        opts.asyncOp = async_op
-        return _finished(self._groups.of(group).all_gather_single(output_tensor, input_tensor, opts), async_op)
+        return self._gather(output_tensor, input_tensor, self._compressed(group), async_op)
 
 
-class CompressedReduceScatter(_Collective, ReduceScatter):
+class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Encoded reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it everywhere."""
+
+    def __init__(self, compressed: _Compressed) -> None:
+        self._compressed, self._scatter = compressed, DefaultReduceScatter()
 
     def __call__(
         self,
@@ -73,11 +69,8 @@ class CompressedReduceScatter(_Collective, ReduceScatter):
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        opts = ReduceScatterOptions()
-        opts.reduceOp = op  # type: ignore[assignment]  # torch also accepts RedOpType
-        opts.asyncOp = async_op
-        return _finished(self._groups.of(group).reduce_scatter_single(output_tensor, input_tensor, opts), async_op)
+    ) -> dist.Work:
+        return self._scatter(output_tensor, input_tensor, self._compressed(group), op, async_op)
 
 
 def compress_fsdp(
@@ -113,13 +106,13 @@ def compress_fsdp(
         UsageError: ``fully_shard`` has not been called on the model or any of its modules. Or, in the first step, nodes
             have different numbers of ranks.
     """
-    groups = _Groups(AxisCodecs.of(codec, gather=gather, inside=inside), min_numel, nodes)
+    compressed = _compressed(AxisCodecs.of(codec, gather=gather, inside=inside), min_numel, nodes)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise UsageError("compress_fsdp() comes after fully_shard(): no module of this model is sharded")
     for module in modules:
-        module.set_custom_all_gather(CompressedAllGather(groups))
-        module.set_custom_reduce_scatter(CompressedReduceScatter(groups))
+        module.set_custom_all_gather(CompressedAllGather(compressed))
+        module.set_custom_reduce_scatter(CompressedReduceScatter(compressed))
     return mark_steps(model)
 
 
@@ -157,19 +150,5 @@ def compress_ddp(
         )
     group = compress_group(model.process_group, codec, axis="ddp")
     group.configure(AxisCodecs.of(codec, inside=inside), min_numel=min_numel, nodes=nodes)
-    model.register_comm_hook(group, _reduce_bucket)
+    model.register_comm_hook(group, allreduce_hook)  # divides first, so that fp16 does not overflow
     return group
-
-
-def _reduce_bucket(group: CompressingGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook that computes the mean of a bucket."""
-    # Divided first, as DDP itself does, so that fp16 does not overflow.
-    work = group.allreduce([bucket.buffer().div_(group.size())])
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _finished(work: dist.Work, async_op: bool) -> dist.Work | None:
-    if async_op:
-        return work
-    work.wait()
-    return None

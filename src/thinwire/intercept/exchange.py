@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,10 +93,3 @@ def _lengths(members: Subgroup, lengths: Sequence[int], received: RankPieces, de
         if not 0 <= length <= most or (codec is None and length != most):
             raise WireError(f"an all-to-all's message has {length} bytes, and at most {most} were expected")
     return expected
-
-
-def across_nodes(counts: Sequence[int], index: int, nodes: int) -> int:
-    """The sum of what a rank sends to those of other nodes, of equally many consecutive ranks each."""
-    local = len(counts) // nodes
-    node = index // local
-    return sum(itertools.chain(counts[: node * local], counts[(node + 1) * local :]))

@@ -63,14 +63,8 @@ class AxisCodecs:
 
 
 class EncodingGate:
-    """Decides whether a tensor is encoded, with the reason if it is not.
-
-    Args:
-        size: Number of ranks of the group.
-        codecs_of_axis: Codecs by operation.
-        min_numel: Tensors with fewer values are not encoded.
-        always: Encode outside training steps too.
-        nodes: Number of nodes that a reduction or gather crosses in a hop of its own; 1 for a single hop.
+    """Decides whether a tensor is encoded, with the reason if it is not. A reduction or gather crosses ``nodes`` in a
+    hop of its own; 1 is for a single hop.
 
     Attributes:
         missed_step: Whether a tensor was sent unencoded only because no training step was marked.
@@ -101,18 +95,16 @@ class EncodingGate:
         Raises:
             UsageError: The codec does not work on the tensor's device.
         """
-        spec = self._specs[operation]
-        if spec.is_none:
-            return None, ""
-        codec, why = self._codec(spec, tensor.dtype, numel, tensor.device)
+        codec, why = self._codec(self._specs[operation], tensor.dtype, numel, tensor.device)
+        adds = opts is None or scale_of(opts.reduceOp, self._size) is not None  # or reduces nothing
         if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"
         if not why and is_exact():
             why = "exact scope"
         if not why and not self._always and not in_step():
             why = "outside a step"
-            self.missed_step = self.missed_step or self._adds(opts)
-        if not why and not self._adds(opts):
+            self.missed_step = self.missed_step or adds
+        if not why and not adds:
             why = "operation"
         return (None, why) if why else (codec, "")
 
@@ -121,10 +113,6 @@ class EncodingGate:
         if self.nodes in (1, self._size):
             return HopCodecs(inside=codec, across=codec)
         return HopCodecs(inside=self._codec(self._inside, tensor.dtype, numel, tensor.device)[0], across=codec)
-
-    def _adds(self, opts: Any) -> bool:
-        """Whether the operation is a sum or a mean, or has no reduction."""
-        return opts is None or scale_of(opts.reduceOp, self._size) is not None
 
     def _examine(
         self, spec: CodecSpec, dtype: torch.dtype, numel: int, device: torch.device

@@ -27,7 +27,7 @@ from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
 from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
-from thinwire.intercept.plain import PlainGroup, options, reduction_options
+from thinwire.intercept.plain import OLDER_NAMES, PlainGroup, options, reduction_options
 from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
 from thinwire.intercept.works import AllOf, Courier, Promise
@@ -130,45 +130,26 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = reduction_options(AllreduceOptions, opts, timeout)
-        if len(tensors) != 1:
-            return self._all_reduce_many(tensors, opts, self._inner.allreduce)
-        codec, why = self._choose("reduce", tensors[0], opts=opts)
-        if codec is None:
-            return self._pass_one_on("all_reduce", tensors[0], why, self._inner.allreduce, tensors, opts)
-        return self._encoded_reduce(tensors[0], codec, opts)
+        return self._each("all_reduce", self._encoded_reduce, self._inner.allreduce, [_listed(tensors)], opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Several all-reduces in one call."""
         opts = reduction_options(AllreduceCoalescedOptions, opts)
-        return self._all_reduce_many(tensors, opts, self._inner.allreduce_coalesced)
-
-    def _all_reduce_many(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_reduce(tensors[i], codec, opts)
-
-        return self._each("reduce", encode, "all_reduce", call, [tensors], opts)
+        return self._each("all_reduce", self._encoded_reduce, self._inner.allreduce_coalesced, [tensors], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = reduction_options(ReduceScatterOptions, opts)
-        codec, why = self._choose("reduce", tensor, opts=opts)
-        if codec is None:
-            call = self._inner_call("reduce_scatter_single")
-            return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
-        return self._encoded_scatter(output, [tensor], codec, opts)
+        call = _on_lists(self._inner_call("reduce_scatter_single"))
+        return self._each("reduce_scatter", self._encoded_scatter, call, [[output], [tensor]], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = reduction_options(ReduceScatterOptions, opts)
-
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_scatter(outputs[i], [tensors[i]], codec, opts)
-
         call = self._inner_call("reduce_scatter_single_coalesced")
-        return self._each("reduce", encode, "reduce_scatter", call, [outputs, tensors], opts)
+        return self._each("reduce_scatter", self._encoded_scatter, call, [outputs, tensors], opts)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
@@ -185,23 +166,16 @@ class CompressingGroup(PlainGroup):
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = options(AllgatherOptions, opts)
-        codec, why = self._choose("gather", tensor)
-        if codec is None:
-            call = self._inner_call("all_gather_single")
-            return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
-        return self._encoded_gather([output], tensor, codec, opts)
+        call = _on_lists(self._inner_call("all_gather_single"))
+        return self._each("all_gather", self._encoded_gather, call, [[output], [tensor]], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = options(AllgatherOptions, opts)
-
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_gather([outputs[i]], tensors[i], codec, opts)
-
         call = self._inner_call("all_gather_single_coalesced")
-        return self._each("gather", encode, "all_gather", call, [outputs, tensors], opts)
+        return self._each("all_gather", self._encoded_gather, call, [outputs, tensors], opts)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
@@ -212,12 +186,6 @@ class CompressingGroup(PlainGroup):
         if codec is None or len(tensors) != 1 or not even:
             return self._pass_on("all_gather", tensors, self._inner.allgather, outputs, tensors, opts, why=[why])
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
-
-    # Older names: without them, torch would bypass this class.
-    _allgather_base: Any = all_gather_single
-    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
-    _reduce_scatter_base: Any = reduce_scatter_single
-    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     # -------------------------------------------------------------------------------------------- all-to-alls
 
@@ -258,8 +226,10 @@ class CompressingGroup(PlainGroup):
     def _report_exchange(self, codec: str, plain: Sequence[int], sent: Sequence[int], why: str = "") -> None:
         """Count what other ranks get, in bytes by rank."""
         mine = self.rank()
-        across = exchange.across_nodes(sent, mine, self._gate.nodes)
-        self._report("all_to_all", codec, sum(plain) - plain[mine], sum(sent) - sent[mine], across=across, why=why)
+        local = len(sent) // self._gate.nodes  # ranks of a node, which are consecutive
+        first = mine // local * local
+        across = sum(sent) - sum(sent[first : first + local])
+        self._ledger.add("all_to_all", codec, sum(plain) - plain[mine], sum(sent) - sent[mine], across=across, why=why)
 
     # ------------------------------------------------------------------------------------------ point-to-point
 
@@ -271,10 +241,10 @@ class CompressingGroup(PlainGroup):
             channels, seed = self._channels_of(tensor.device), None if codec is None else self._seed(codec)
             plain = self._plain_bytes("send", tensor.nbytes)
             work, sent = channels.send(tensor, dst, codec, seed)
-            self._report("send", _name(codec), plain, sent, why=why)
+            self._ledger.add("send", _name(codec), plain, sent, why=why)
             return self._noted(work, tensor.device)
         if codec is None:
-            return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
+            return self._pass_on("send", tensors, self._inner.send, tensors, dst, tag, why=[why])
         with self._waiting(tensor.device):
             message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
@@ -284,7 +254,7 @@ class CompressingGroup(PlainGroup):
             works.append(self._counted(self._inner.send, [length], dst, tag + LENGTH_TAG))
             sent += length.nbytes
         works.append(self._counted(self._inner.send, [message], dst, tag + MESSAGE_TAG))
-        self._report("send", str(codec.spec), tensor.nbytes, sent)
+        self._ledger.add("send", str(codec.spec), tensor.nbytes, sent)
         return self._noted(AllOf(works, tensors, held=message), tensor.device)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
@@ -292,11 +262,11 @@ class CompressingGroup(PlainGroup):
         (tensor,) = tensors
         codec, why = self._choose("send", tensor, tag=tag)
         if encoded.is_plain(tensor) and streams_of(tensor.device) is not None:
-            self._report("recv", _name(codec), 0, 0, why=why)
+            self._ledger.add("recv", _name(codec), 0, 0, why=why)
             return self._noted(self._channels_of(tensor.device).receive(tensor, src, codec), tensor.device)
         if codec is None:
-            return self._pass_one_on("recv", tensor, why, self._inner.recv, tensors, src, tag)
-        self._report("recv", str(codec.spec), 0, 0)
+            return self._pass_on("recv", tensors, self._inner.recv, tensors, src, tag, why=[why])
+        self._ledger.add("recv", str(codec.spec), 0, 0)
         return self._noted(self._receive(tensor, src, tag, codec), tensor.device)
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int, codec: Codec) -> dist.Work:
@@ -372,18 +342,22 @@ class CompressingGroup(PlainGroup):
 
     def _each(
         self,
-        operation: Operation,
-        encode: Callable[[int, Codec], dist.Work],
         name: str,
+        encode: Callable[..., dist.Work],
         call: Callable[..., dist.Work],
         lists: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> dist.Work:
-        """Perform a coalesced call with lists of results and of tensors to send, or one list of both: those that have a
-        codec are encoded one by one, and the others forwarded together."""
-        reduces = opts if operation == "reduce" else None
-        choices = [self._choose(operation, tensor, opts=reduces) for tensor in lists[-1]]
-        works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
+        """Perform a call with lists of results and of tensors to send, or one list of both: those that have a codec are
+        encoded one by one, and the others forwarded together."""
+        reduces = name != "all_gather"
+        operation: Operation = "reduce" if reduces else "gather"
+        choices = [self._choose(operation, tensor, opts=opts if reduces else None) for tensor in lists[-1]]
+        works = [
+            encode(*tensors, codec, opts)
+            for tensors, (codec, _) in zip(zip(*lists, strict=True), choices, strict=True)
+            if codec is not None
+        ]
         plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
         if plain or not choices:
             rest = [[tensors[i] for i in plain] for tensors in lists]
@@ -400,25 +374,25 @@ class CompressingGroup(PlainGroup):
         return self._perform("all_reduce", codec, body, [tensor], [], tensor.nbytes, opts)
 
     def _encoded_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
+        self, outputs: torch.Tensor | Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
     ) -> dist.Work:
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.all_gather(axis, outputs, tensor, codec, seed)
+            encoded.all_gather(axis, arrived, tensor, codec, seed)
 
-        outputs, (tensor,) = encoded.arrived(outputs), encoded.arrived([tensor])
-        return self._perform("all_gather", codec, body, outputs, [tensor], tensor.nbytes, opts)
+        arrived, (tensor,) = encoded.arrived(_listed(outputs)), encoded.arrived([tensor])
+        return self._perform("all_gather", codec, body, arrived, [tensor], tensor.nbytes, opts)
 
     def _encoded_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], codec: Codec, opts: Any
+        self, output: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor], codec: Codec, opts: Any
     ) -> dist.Work:
-        nbytes = output.nbytes * len(self._ranks)
-        scale, codecs = self._scale(opts), self._gate.hops(codec, output, output.numel() * len(self._ranks))
+        numel = output.numel() * len(self._ranks)
+        scale, codecs = self._scale(opts), self._gate.hops(codec, output, numel)
 
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.reduce_scatter(axis, output, inputs, scale, codecs, seed)
+            encoded.reduce_scatter(axis, output, arrived, scale, codecs, seed)
 
-        (output,), inputs = encoded.arrived([output]), encoded.arrived(inputs)
-        return self._perform("reduce_scatter", codec, body, [output], inputs, nbytes, opts)
+        (output,), arrived = encoded.arrived([output]), encoded.arrived(_listed(inputs))
+        return self._perform("reduce_scatter", codec, body, [output], arrived, numel * output.itemsize, opts)
 
     def _perform(
         self,
@@ -440,7 +414,7 @@ class CompressingGroup(PlainGroup):
             call(axis, seed)
             inside, across = axis.inside.sent - inside, axis.across.sent - across
             plain = self._plain_bytes(operation, nbytes)
-            self._report(operation, str(codec.spec), plain, inside + across, across=across)
+            self._ledger.add(operation, str(codec.spec), plain, inside + across, across=across)
 
         return self._run(body, results, inputs, waits=not opts.asyncOp)
 
@@ -488,6 +462,15 @@ class CompressingGroup(PlainGroup):
         return next(self._seeds) if codec.spec.needs_seed else None
 
 
+def _on_lists(call: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """A call for one tensor, for lists of one."""
+    return lambda outputs, tensors, opts: call(*outputs, *tensors, opts)
+
+
+def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
 def _name(codec: Codec | None) -> str:
     return "none" if codec is None else str(codec.spec)
 
@@ -496,3 +479,8 @@ def _shut_down(reference: weakref.ref[CompressingGroup]) -> None:
     group = reference()
     if group is not None:
         group.shutdown()
+
+
+# Without older names, torch would bypass this class.
+for _new, _older in OLDER_NAMES.items():
+    setattr(CompressingGroup, _older, getattr(CompressingGroup, _new))

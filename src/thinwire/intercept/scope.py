@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,24 +22,15 @@ from torch import nn
 from thinwire.errors import UsageError
 
 
+@dataclass
 class _State:
-    """State of the process, not of a thread, because backward passes run on threads of their own."""
+    """State of the process, not of a thread, because backward passes run on threads of their own. Lists have one entry
+    for each open scope, since they grow and shrink in one step."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.steps = 0  # number of open step scopes
-        self.exact = 0
-        self.marked = False
-        self.checks: list[Callable[[], None]] = []
-
-    def step(self, change: int) -> None:
-        with self.lock:
-            self.steps += change
-            self.marked = True
-
-    def exactly(self, change: int) -> None:
-        with self.lock:
-            self.exact += change
+    steps: list[None] = field(default_factory=list)
+    exact: list[None] = field(default_factory=list)
+    marked: bool = False
+    checks: list[Callable[[], None]] = field(default_factory=list)
 
 
 _state = _State()
@@ -47,12 +38,12 @@ _state = _State()
 
 def in_step() -> bool:
     """Whether communication now belongs to a training step."""
-    return _state.steps > 0 or in_backward()
+    return bool(_state.steps) or in_backward()
 
 
 def is_exact() -> bool:
     """Whether :func:`exact_scope` forbids encoding."""
-    return _state.exact > 0
+    return bool(_state.exact)
 
 
 def in_backward() -> bool:
@@ -82,21 +73,22 @@ def step_scope() -> Iterator[None]:
     """
     for check in _state.checks:
         check()
-    _state.step(+1)
+    _state.steps.append(None)
+    _state.marked = True
     try:
         yield
     finally:
-        _state.step(-1)
+        _state.steps.pop()
 
 
 @contextlib.contextmanager
 def exact_scope() -> Iterator[None]:
     """Encode nothing inside, even within a training step: for metrics, ``full_tensor()`` and similar uses."""
-    _state.exactly(+1)
+    _state.exact.append(None)
     try:
         yield
     finally:
-        _state.exactly(-1)
+        _state.exact.pop()
 
 
 class StepMarks:
@@ -167,8 +159,4 @@ def _mark_schedule(schedule: Any) -> StepMarks:
             return step(*args, **kwargs)
 
     schedule.step = marked
-
-    def undo() -> None:
-        schedule.step = step
-
-    return StepMarks(undo)
+    return StepMarks(functools.partial(setattr, schedule, "step", step))

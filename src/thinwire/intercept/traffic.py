@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 
@@ -85,24 +86,23 @@ class AxisTraffic:
 
 
 class Ledger:
-    """Adds up counts. Its owner makes sure that only one thread at a time uses it."""
+    """Adds up counts, from any thread."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
+        self._lock = threading.Lock()
 
-    def add(self, op: str, codec: str, why: str, plain: int, sent: int, across: int = 0) -> None:
-        key = (op, codec, why)
-        row = self._rows.get(key)
-        if row is None:
-            row = self._rows[key] = [0, 0, 0, 0]
-        row[0] += 1
-        row[1] += plain
-        row[2] += sent
-        row[3] += across
+    def add(self, op: str, codec: str, plain: int, sent: int, *, across: int = 0, why: str = "") -> None:
+        """Count a tensor."""
+        with self._lock:
+            row = self._rows.setdefault((op, codec, why), [0, 0, 0, 0])
+            for place, count in enumerate((1, plain, sent, across)):
+                row[place] += count
 
     def rows(self, *, reset: bool) -> tuple[TrafficRow, ...]:
         """In the order in which they first came."""
-        rows = tuple(TrafficRow(*key, *counts) for key, counts in self._rows.items())
-        if reset:
-            self._rows = {}
+        with self._lock:
+            rows = tuple(TrafficRow(*key, *counts) for key, counts in self._rows.items())
+            if reset:
+                self._rows = {}
         return rows

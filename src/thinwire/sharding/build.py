@@ -299,7 +299,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
         undo += stream_saves(sharded.model)
     watch_optimizers()
     if sharded.plan.recompute and not sharded.part.is_inner:
-        undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
+        undo += recompute_activations(sharded.model, _recomputed(sharded.model, modules))
     runtime.undo = undo
     return runtime
 

@@ -71,7 +71,7 @@ def test_parameters_follow_each_other_and_they_and_shards_are_aligned(
         assert slot.numel == math.prod(slot.shape)
         end = slot.offset + slot.numel
         inside += range(slot.offset, end)
-    assert layout.payload == end <= layout.numel
+    assert end <= layout.numel
     padding = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
     assert sorted(inside + padding) == list(range(layout.numel)), "each element is a parameter's or padding"
     for ranks in (plan.params.ranks, plan.optimizer.ranks, plan.world):
@@ -79,7 +79,7 @@ def test_parameters_follow_each_other_and_they_and_shards_are_aligned(
         assert layout.numel // ranks * dtype.itemsize % ALIGNMENT_BYTES == 0
     assert layout.shard_numel * plan.params.ranks == layout.numel
     assert layout.numel >= 1, "an empty unit still has a buffer"
-    spare = layout.numel - max(layout.payload, 1)
+    spare = layout.numel - max(end, 1)
     assert spare < plan.world * max(1, ALIGNMENT_BYTES // dtype.itemsize), "no more padding than needed"
     assert layout.slot_by_name["p0"] is layout.slots[0]
 
@@ -186,7 +186,7 @@ def test_a_fragment_of_several() -> None:
     shapes = [torch.Size([4, 5]), torch.Size([6, 5]), torch.Size([])]
     layout = lay_out(names(shapes), plan, torch.float32, trainable=True)
     first, second, scalar = layout.slots
-    assert (layout.payload, layout.numel, layout.shard_numel) == (53, 64, 16)
+    assert (scalar.offset + scalar.numel, layout.numel, layout.shard_numel) == (53, 64, 16)
     assert layout.fragments(1, [Run(0, 16)]) == (Fragment(first, 16, 4, 0), Fragment(second, 0, 12, 4))
     assert layout.fragments(3, [Run(0, 16)]) == (Fragment(second, 28, 2, 0), Fragment(scalar, 0, 1, 4))
     assert layout.fragments(3, [Run(0, 16)])[1].whole
@@ -203,7 +203,7 @@ def test_parameters_without_elements_lie_nowhere() -> None:
     order = [slot.name for shard in (0, 1) for slot, _, _ in layout.pieces(shard)]
     assert order == ["p1"]
     empty = lay_out(names([torch.Size([0])]), plan, torch.float32, trainable=True)
-    assert (empty.payload, empty.pieces(0), empty.numel) == (0, [], 8)
+    assert (empty.pieces(0), empty.numel) == ([], 8)
 
 
 @pytest.mark.parametrize("rank", range(8))

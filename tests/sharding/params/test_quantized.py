@@ -118,7 +118,8 @@ def check_bytes() -> None:
     model = tw.shard(adapted("own"), plan_of("zero3", compute_dtype="bfloat16"))
     buffers = [b for u in runtime(model).units for b in u.buffers if not b.layout.trainable]
     kept = sum(b.shard.nbytes for b in buffers if b.layout.dtype == torch.float8_e4m3fn)
-    padding = sum((b.layout.numel - b.layout.payload) for b in buffers if b.layout.dtype == torch.float8_e4m3fn)
+    layouts = [b.layout for b in buffers if b.layout.dtype == torch.float8_e4m3fn]
+    padding = sum(layout.numel - layout.slots[-1].offset - layout.slots[-1].numel for layout in layouts)
     assert whole <= 4 * kept <= whole + padding + 16 * len(buffers)
     assert not any(b.full.untyped_storage().nbytes() for b in buffers)
     assert same_tensors(

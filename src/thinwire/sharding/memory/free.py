@@ -10,10 +10,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> tuple[str, int]:
-    """Whose memory a rank allocates, and how much of it is free.
-
-    Args:
-        device: Device of the rank.
+    """Whose memory a rank with this device allocates, and how much of it is free.
 
     Returns:
         A name that ranks of the same memory have in common, and the bytes that are free for all of them together.

@@ -111,10 +111,6 @@ def place_model(model: nn.Module, device: torch.device) -> None:
     A parameter on the meta device cannot be pointed at real memory, so new parameters replace the old ones. Tied
     parameters stay tied.
 
-    Args:
-        model: Model with all parameters, but no buffer, on the meta device.
-        device: Target device.
-
     Raises:
         UsageError: A buffer has no values.
     """
@@ -149,17 +145,8 @@ def husk(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def read_shard(
     layout: FlatLayout, shard: int, values: InitialValues, slices: Mapping[str, Slice | None]
 ) -> torch.Tensor:
-    """Read this rank's P shard of a flat buffer.
-
-    Args:
-        layout: Layout of the buffer.
-        shard: Index of the P shard.
-        values: Source of the values.
-        slices: Slices of the parameters that tensor parallelism cuts, by name.
-
-    Returns:
-        ``[layout.shard_numel]`` on the CPU, in fp32 or the buffer's dtype if it is not floating-point. Padding is zero.
-    """
+    """Read a P shard of a flat buffer: ``[layout.shard_numel]`` on the CPU, in fp32 or the buffer's dtype if it is not
+    floating-point. Padding is zero. ``slices`` are those of the parameters that tensor parallelism cuts, by name."""
     dtype = torch.float32 if layout.dtype.is_floating_point else layout.dtype
     shard_values = torch.zeros(layout.shard_numel, dtype=dtype)
     for slot, offset, run in layout.pieces(shard):
@@ -171,16 +158,8 @@ def read_shard(
 def read_elements(
     values: InitialValues, name: str, shape: Sequence[int], cut: Slice | None, offset: int, target: torch.Tensor
 ) -> None:
-    """Read consecutive elements of this rank's slice of a parameter.
-
-    Args:
-        values: Source of the values.
-        name: Name of the parameter.
-        shape: Shape of this rank's slice.
-        cut: Slice that this rank holds; ``None`` for the whole parameter.
-        offset: First element to read, relative to the slice.
-        target: Tensor to fill, 1-D; its length is the number of elements to read.
-    """
+    """Fill ``target``, 1-D, with consecutive elements of this rank's slice of a parameter, of this shape, from
+    ``offset`` on; ``cut`` is ``None`` if it holds the whole parameter."""
     begin, end = offset, offset + target.numel()
     region: list[slice] = []
     for dim, size in enumerate(shape):

@@ -95,12 +95,6 @@ class FlatLayout:
     encoded: bool
     stored: CodecSpec | None = None
 
-    @property
-    def payload(self) -> int:
-        """Number of elements up to the end of the last parameter."""
-        last = self.slots[-1]
-        return last.offset + last.numel
-
     @cached_property
     def gaps(self) -> tuple[slice, ...]:
         """The padding: elements between parameters, and behind the last. They are zero."""
@@ -170,13 +164,8 @@ def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:
 
 
 def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[tuple[tuple[Run, ...], ...]]:
-    """Inter-tensor partition: assign whole fragments of one P shard of all buffers greedily, largest first, to the rank
-    that holds the fewest elements so far.
-
-    Args:
-        layouts: Every trainable flat buffer of the model.
-        plan: The plan.
-        shard: Index of the P shard.
+    """Inter-tensor partition: assign whole fragments of one P shard of all trained buffers of the model greedily,
+    largest first, to the rank that holds the fewest elements so far.
 
     Returns:
         For each buffer, the shares by position along the shard axis; each a tuple of runs in ascending order.

@@ -133,70 +133,69 @@ class _Operation:
         return text if self.state is None else text + self.state.numpy().tobytes()
 
 
+@dataclass(eq=False)
+class _Group:
+    """Storages whose values depend on each other, which are made again together.
+
+    Attributes:
+        operations: What made them, in order.
+        addresses: Those of the storages.
+    """
+
+    operations: list[_Operation]
+    addresses: list[int]
+
+
 class _History:
-    """Operations by groups of storages whose values depend on each other, which are made again together."""
+    """How recorded storages were made."""
 
     def __init__(self) -> None:
-        self._operations: dict[int, list[_Operation]] = {}  # by the root of a group
-        self._members: dict[int, int] = {}  # number of storages in a group, by its root
-        self._parent: dict[int, int] = {}  # the groups, as a forest
-        self._again: tuple[int, _Memory] | None = None
+        self._groups: dict[int, _Group] = {}  # by the address of a storage
+        self._again: tuple[_Group, _Memory] | None = None
 
     def append(self, operation: _Operation, addresses: Sequence[int]) -> None:
         """Add an operation that uses or makes some storages, at least one."""
         self._again = None
-        for address in addresses:
-            if address not in self._parent:
-                self._parent[address], self._members[address], self._operations[address] = address, 1, []
-        root = self._root(addresses[0])
-        for other in map(self._root, addresses):
-            if other != root:
-                self._parent[other] = root
-                self._members[root] += self._members.pop(other)
-                # What a group was made by does not depend on what another was made by before they met.
-                self._operations[root] += self._operations.pop(other)
-        self._operations[root].append(operation)
+        group, *others = {self._groups.setdefault(address, _Group([], [address])): None for address in addresses}
+        for other in others:
+            # What a group was made by does not depend on what another was made by before they met.
+            group.operations += other.operations
+            group.addresses += other.addresses
+            self._groups |= dict.fromkeys(other.addresses, group)
+        group.operations.append(operation)
 
     def is_alone(self, address: int) -> bool:
         """Whether the value of a storage depends on no other, nor any other on it."""
-        return self._members[self._root(address)] == 1
+        return len(self._groups[address].addresses) == 1
 
     def restart(self, place: _Place) -> None:
         """Forget how a tensor that is alone was made, except for its size, because it is overwritten."""
         fresh = _Operation(_aten.empty_strided.default, (place.size, place.stride), {"dtype": place.dtype}, (place,))
-        self._operations[self._root(place.storage)] = [fresh]
+        self._groups[place.storage].operations = [fresh]
 
     def made_again(self, address: int) -> _Memory:
         """Run the operations of a storage's group on other memory."""
-        root = self._root(address)
-        if self._again is None or self._again[0] != root:
+        group = self._groups[address]
+        if self._again is None or self._again[0] is not group:
             self._again = None  # freed before the next one is made
             memory: _Memory = {}
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                for operation in self._operations[root]:
+                for operation in group.operations:
                     operation.run(memory)
-            self._again = root, memory
+            self._again = group, memory
         return self._again[1]
 
     def fingerprint(self) -> str:
         """Text that is equal on ranks with equal histories."""
         digest = hashlib.sha256()
-        for operations in self._operations.values():
-            for operation in operations:
+        for group in dict.fromkeys(self._groups.values()):
+            for operation in group.operations:
                 digest.update(operation.identity())
         return digest.hexdigest()[:12]
-
-    def _root(self, address: int) -> int:
-        while (parent := self._parent[address]) != address:
-            self._parent[address] = address = self._parent[parent]
-        return address
 
 
 class _Storages:
     """Recorded storages, which are freed and made again.
-
-    Args:
-        history: How they are made.
 
     Attributes:
         sizes: Bytes of each storage when it is not freed, by address.
@@ -311,17 +310,12 @@ class Recording(TorchDispatchMode):
         place = self._parameters[id(parameter)][1]
         return place.within(self._history.made_again(place.storage)[place.storage])
 
-    def fingerprint(self) -> str:
-        """Text that is equal on ranks with equal recordings."""
-        return self._history.fingerprint()
-
     # -- recording ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note it if it writes to a large tensor."""
-        del types
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         recorded = [tensor for tensor in inputs if self.has(tensor)]
@@ -388,12 +382,8 @@ class Recording(TorchDispatchMode):
 
 @final
 class RecordedValues:
-    """Initial values of a model that was built in a recording. All of its parameters are on the meta device then.
-
-    Args:
-        model: The model.
-        recording: The recording, which has ended.
-    """
+    """Initial values of a model that was built in a recording, which has ended. All of its parameters are on the meta
+    device then."""
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:
         self._recording, self._others = recording, dict[str, torch.Tensor]()
@@ -411,7 +401,7 @@ class RecordedValues:
 
     def open(self) -> str:
         """Describe the values. There is nothing to check."""
-        return f"recorded values {self._recording.fingerprint()}"
+        return f"recorded values {self._recording._history.fingerprint()}"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
@@ -421,11 +411,8 @@ class RecordedValues:
 
 
 def initialize_meta_modules(model: nn.Module, recording: Recording) -> None:
-    """Record ``reset_parameters()`` of every module whose tensors were made on the meta device, in the model's order.
-
-    Args:
-        model: A model, of which parts were built under ``torch.device("meta")``.
-        recording: A recording, which has ended.
+    """Record ``reset_parameters()`` of every module of a model whose tensors were made on the meta device, in the
+    model's order. The recording has ended before.
 
     Raises:
         UsageError: A module has no such method.

@@ -140,15 +140,8 @@ def _cut(
     *,
     with_large_leaves: bool,
 ) -> list[UnitModules]:
-    """Create the units of a model without their parameters, inside and outside of blocks.
-
-    Args:
-        model: The model.
-        blocks: Names and modules of its blocks.
-        granularity: ``"block"`` or ``"module"``.
-        exceptions: See :func:`discover`.
-        with_large_leaves: Whether large leaves outside of blocks are units.
-    """
+    """Create the units of a model without their parameters, inside and outside of blocks (see :func:`discover`), where
+    large leaves are units if ``with_large_leaves``."""
     named = {name: module for name, module in blocks if name}
     owner: dict[int, str] = {}
     for name, block in named.items():

@@ -15,12 +15,7 @@ _MODES: Final = 'valid modes of torch.compile are "default" and "max-autotune-no
 
 
 def cuda_graphs_error(setting: str, remedy: str) -> UsageError:
-    """The error about CUDA graphs.
-
-    Args:
-        setting: What asks for them, as ``key = value``.
-        remedy: What to do.
-    """
+    """The error about CUDA graphs, for which a setting asks (``key = value``)."""
     return UsageError(
         f"{setting}: a CUDA graph replays kernels at fixed addresses, while units are freed and gathered elsewhere, "
         f"and lanes may still read the gradients that its next run overwrites; {remedy}"
@@ -28,15 +23,8 @@ def cuda_graphs_error(setting: str, remedy: str) -> UsageError:
 
 
 def refuse_cuda_graphs(model: nn.Module) -> None:
-    """Refuse a model of which torch compiles something with CUDA graphs: a module, or a function that is running and
-    calls the model.
-
-    Args:
-        model: The model.
-
-    Raises:
-        UsageError: It does.
-    """
+    """Raise a :class:`UsageError` if torch compiles something of a model with CUDA graphs: a module, or a function that
+    is running and calls the model."""
     for name, module in model.named_modules():
         compiled = module._compiled_call_impl or module
         if (get := getattr(compiled, "get_compiler_config", None)) is not None:

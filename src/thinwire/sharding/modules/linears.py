@@ -11,6 +11,7 @@ weight as a value instead, and computes with the parameter itself only under ``c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -54,14 +55,10 @@ def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) ->
 
     Values are those of ``nn.Linear``. Calls that autograd's own functions do not record (without gradients, under
     forward-mode differentiation or a transform of ``torch.func``) and calls with inputs that are no plain tensors
-    compute as before.
-
-    Args:
-        linear: Layer for which :func:`is_plain_linear` holds.
-        listener: Hears about the input gradient. Not every layer has one, and not every backward asks for it.
+    compute as before. Not every layer has an input gradient, and not every backward asks for it.
 
     Returns:
-        A function that restores the layer.
+        A function that restores the layer, for which :func:`is_plain_linear` holds.
     """
     assert isinstance(linear, nn.Linear)
     forward = linear.forward
@@ -74,41 +71,33 @@ def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) ->
         if dtype is not None:
             input = input.to(dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        stub = _InputGradient.apply(input, _Weight(weight, dtype), shape, listener)
+        stub = _InputGradient.apply(input, (weight, dtype), shape, listener)
         output: Tensor = _WeightGradient.apply(stub, input, weight, bias, dtype, listener)
         return output
 
     # Compiled code has one backward for everything in it. A unit's hooks cut the graph around the unit anyway.
     vars(linear)["forward"] = torch._dynamo.disable(split)
-
-    def undo() -> None:
-        vars(linear).pop("forward", None)  # sharding a layer by itself wraps its forward again, and undoes that first
-
-    return undo
-
-
-class _Weight:
-    """A weight that autograd does not see as an argument.
-
-    Args:
-        parameter: The weight.
-        dtype: Dtype to compute in; ``None`` if it is the weight's own.
-    """
-
-    def __init__(self, parameter: Tensor, dtype: torch.dtype | None) -> None:
-        self.parameter, self.dtype = parameter, dtype
-        self.values = parameter.detach()  # shares the version counter: a write before the backward is found out
+    # Sharding a layer by itself wraps its forward again, and undoes that first.
+    return functools.partial(vars(linear).pop, "forward", None)
 
 
 class _InputGradient(torch.autograd.Function):
     """Passes the input gradient on. Its output has the shape of the layer's output and no values, as only its place in
-    the graph counts."""
+    the graph counts. ``weight`` comes with the dtype to compute in, ``None`` for its own, in a tuple: autograd does not
+    see it as an argument."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: _Weight, shape: torch.Size, listener: InputGradient) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: tuple[Tensor, torch.dtype | None],
+        shape: torch.Size,
+        listener: InputGradient,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight.values)
-        ctx.weight, ctx.listener = weight, listener
+        # What is detached shares the version counter: a write before the backward is found out.
+        ctx.save_for_backward(weight[0].detach())
+        (ctx.weight, ctx.dtype), ctx.listener = weight, listener
         return input.new_empty(()).expand(shape)
 
     @staticmethod
@@ -118,9 +107,9 @@ class _InputGradient(torch.autograd.Function):
             return None, None, None, None
         ctx.listener.begin()
         (values,) = ctx.saved_tensors
-        weight = ctx.weight.parameter if torch.is_grad_enabled() else values
-        if ctx.weight.dtype is not None:
-            weight = weight.to(ctx.weight.dtype)
+        weight = ctx.weight if torch.is_grad_enabled() else values
+        if ctx.dtype is not None:
+            weight = weight.to(ctx.dtype)
         input_grad = _rows(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1])
         ctx.listener.end()
         return input_grad, None, None, None

@@ -17,13 +17,11 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def compute_beside_statistics(norm: nn.Module) -> Callable[[], None]:
-    """Make a norm widen its weight and bias to the dtype of its running statistics.
+    """Make a norm that :func:`keeps_statistics` widen its weight and bias to their dtype.
 
     torch accepts a bf16 input with fp32 parameters, but it rejects bf16 parameters with fp32 statistics. Statistics in
-    bf16 would lose most of what a small momentum adds. The norm's output has the dtype of its input.
-
-    Args:
-        norm: Norm for which :func:`keeps_statistics` holds; its parameters may change dtype between calls.
+    bf16 would lose most of what a small momentum adds. The norm's output has the dtype of its input. Its parameters may
+    change dtype between calls.
 
     Returns:
         A function that restores the norm.
@@ -48,8 +46,4 @@ def compute_beside_statistics(norm: nn.Module) -> Callable[[], None]:
                 table[name] = parameter
 
     norm.forward = widened
-
-    def undo() -> None:
-        del norm.forward
-
-    return undo
+    return functools.partial(delattr, norm, "forward")

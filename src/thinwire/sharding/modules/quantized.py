@@ -51,17 +51,17 @@ def inner_tensors(name: str, tensor: Any) -> list[tuple[str, Any]]:
     """The plain tensors inside a tensor, at any depth, by name; the tensor itself if it is plain."""
     if not is_wrapper(tensor):
         return [(name, tensor)]
-    attributes, _ = _flattened(tensor)
+    attributes, _ = tensor.__tensor_flatten__()
     return [part for each in attributes for part in inner_tensors(f"{name}.{each}", getattr(tensor, each))]
 
 
-def open_wrapper(name: str, wrapper: torch.Tensor) -> None:
+def open_wrapper(name: str, wrapper: Any) -> None:
     """Make the plain tensors inside a wrapper frozen parameters, which can be re-pointed.
 
     Raises:
         UsageError: The wrapper does not let its inner tensors be replaced.
     """
-    attributes, _ = _flattened(wrapper)
+    attributes, _ = wrapper.__tensor_flatten__()
     for each in attributes:
         inner = getattr(wrapper, each)
         if is_wrapper(inner):
@@ -110,13 +110,8 @@ def with_codes(packed: nn.Parameter, codes: torch.Tensor) -> nn.Parameter:
 
 
 def rebuilt(wrapper: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A wrapper like another one, around replaced inner tensors.
-
-    Args:
-        wrapper: The other one.
-        replace: Returns what replaces an inner tensor.
-    """
-    attributes, settings = _flattened(wrapper)
+    """A wrapper like another one, around what ``replace`` returns for each of its inner tensors."""
+    attributes, settings = wrapper.__tensor_flatten__()
     inner = {name: getattr(wrapper, name) for name in attributes}
     replaced = {name: rebuilt(each, replace) if is_wrapper(each) else replace(each) for name, each in inner.items()}
     made: torch.Tensor = type(wrapper).__tensor_unflatten__(replaced, settings, wrapper.shape, wrapper.stride())
@@ -132,8 +127,3 @@ def _is_copied(dtype: torch.dtype) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def _flattened(wrapper: Any) -> tuple[list[str], Any]:
-    attributes, settings = wrapper.__tensor_flatten__()
-    return list(attributes), settings

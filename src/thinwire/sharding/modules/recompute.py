@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,25 +21,12 @@ _CACHES: Final = ("past_key_values", "cache_params")
 """Arguments that pass the keys and values of earlier tokens to such a model."""
 
 
-def recompute_activations(model: nn.Module, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Recompute activations in the backward. Hooks of a unit run outside of the recomputed region, so its parameters
-    are gathered once for both recomputation and gradients.
-
-    Args:
-        model: The root.
-        modules: Modules whose activations are recomputed.
-
-    Returns:
-        A function that restores the modules.
-    """
-    undos = [_recompute(module) for module in modules]
-    undos += [handle.remove for module in model.modules() if (handle := _leave_out_caches(module)) is not None]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+def recompute_activations(model: nn.Module, modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
+    """Recompute the activations of modules of a model in the backward; returns functions that restore them. Hooks of a
+    unit run outside of the recomputed region, so its parameters are gathered once for both recomputation and
+    gradients."""
+    undo = [_recompute(module) for module in modules]
+    return undo + [handle.remove for module in model.modules() if (handle := _leave_out_caches(module)) is not None]
 
 
 def _recompute(module: nn.Module) -> Callable[[], None]:
@@ -49,14 +37,8 @@ def _recompute(module: nn.Module) -> Callable[[], None]:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    def undo() -> None:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
     module.forward = recomputed
-    return undo
+    return partial(delattr, module, "forward") if own is None else partial(setattr, module, "forward", own)
 
 
 def _leave_out_caches(module: nn.Module) -> RemovableHandle | None:

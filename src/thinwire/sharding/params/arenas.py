@@ -112,12 +112,8 @@ class Arenas:
             self._local_gradients = _Arena(trained, dtype, device, host_memory)
 
     def carve(self, flat: Flat, initial: torch.Tensor) -> FlatBuffer:
-        """Place a flat buffer and fill this rank's part of it.
-
-        Args:
-            flat: The buffer.
-            initial: Initial values of this rank's P shard, ``[layout.shard_numel]``, in the parameters' dtype or wider.
-        """
+        """Place a flat buffer and fill this rank's part of it with the initial values of its P shard:
+        ``[layout.shard_numel]``, in the parameters' dtype or wider."""
         layout = flat.layout
         kind, length = _kept(layout)
         shard, stored = self._shards[kind].carve(length), None

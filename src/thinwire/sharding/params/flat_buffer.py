@@ -6,7 +6,7 @@ Two facts explain the memory management:
   would silently give wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version
   counters.
 - Reading a storage of size zero crashes the process. A freed parameter therefore points at a *husk*: a NaN expanded to
-  the parameter's shape, which reads as NaN and refuses writes.
+  the parameter's shape, which reads as NaN (0 in dtypes without one) and refuses writes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.sharding.memory.layout import FlatLayout, Run
-from thinwire.sharding.params.husks import husk_of, poison
 from thinwire.sharding.params.stored_shard import StoredShard
-from thinwire.sharding.params.unready import UnreadyParameter, is_plain, set_ready
+from thinwire.sharding.params.unready import UnreadyParameter, is_plain
 
 
 @dataclass
@@ -60,8 +59,13 @@ class FlatBuffer:
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
-        self._husks = [husk_of(slot.shape, self.full.dtype, self.full.device) for slot in self.layout.slots]
-        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._poison = self.full.new_full((), float("nan") if self.full.is_floating_point() else 0)
+        # A husk of one element does not refuse writes: it has memory of its own, which is poisoned again.
+        self._single_husks = [self._poison.clone().expand(slot.shape) for slot in self.layout.slots if slot.numel == 1]
+        singles = iter(self._single_husks)
+        self._husks = [
+            next(singles) if slot.numel == 1 else self._poison.expand(slot.shape) for slot in self.layout.slots
+        ]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._kinds = [type(parameter) for parameter in self._plain]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
@@ -72,22 +76,12 @@ class FlatBuffer:
             self.visiting.untyped_storage().resize_(0)
 
     def train(self, shares: tuple[tuple[Run, ...], ...], share: int, *, apart: bool) -> None:
-        """Give a buffer of frozen parameters masters, which begin with the values of the P shard.
-
-        Args:
-            shares: Shares of this P shard, by position along the shard axis.
-            share: Position of this rank along it.
-            apart: Whether the masters have memory of their own.
-        """
+        """Give a buffer of frozen parameters masters, which begin with the values of the P shard, and have memory of
+        their own if ``apart``. ``share`` is the position of this rank along the shard axis."""
         self.layout, self.shares, self.narrows = replace(self.layout, trainable=True), shares, False
         if apart:
             runs = [self.shard[run.start : run.start + run.length] for run in shares[share]]
             self.master = torch.cat([self.shard[:0], *runs]).to(torch.float32, copy=True)
-
-    @property
-    def messages(self) -> torch.Tensor:
-        """What is kept of a P shard that is encoded, as one row."""
-        return self.shard.view(1, -1)
 
     def values(self, run: Run) -> torch.Tensor:
         """Values of a run of the P shard that begins where a parameter does, or the shard: a view, or a copy if the
@@ -130,11 +124,7 @@ class FlatBuffer:
 
     def master_runs(self, position: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the elements of the P shard that masters of this rank belong to, and views of these masters; none if
-        the P shard itself holds them.
-
-        Args:
-            position: Position of this rank along the shard axis.
-        """
+        the P shard itself holds them. ``position`` is that of this rank along the shard axis."""
         if self.staged is not None:
             return self._runs_of(position, self.staged)
         if position not in self._master_runs:
@@ -165,15 +155,16 @@ class FlatBuffer:
                 parameter.__class__ = kind
             set_local(self.parameters, self._views)
             return
-        for husk in self._single_husks:  # a husk of one element does not refuse writes
-            husk.copy_(poison(husk.dtype, husk.device))
+        for husk in self._single_husks:
+            husk.copy_(self._poison)
         set_local(self.parameters, self._husks)
         for parameter in self._plain:
             parameter.__class__ = UnreadyParameter
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""
-        set_ready(self._plain, self._kinds, ready=ready)
+        for parameter, kind in zip(self._plain, self._kinds, strict=True):
+            parameter.__class__ = kind if ready else UnreadyParameter
 
 
 def set_local(parameters: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:

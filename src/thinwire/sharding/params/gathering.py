@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,11 +53,6 @@ class GatherLink:
 class BufferGathers:
     """Builds the collectives that gather the buffers of one unit.
 
-    Args:
-        unit: Number of the unit.
-        buffers: Its flat buffers.
-        link: Lanes, groups and codec for gathering.
-
     Attributes:
         keeps_messages: Whether gathers with the codec keep what they receive, from which later ones fill the buffers.
     """
@@ -72,41 +66,31 @@ class BufferGathers:
             buffer.restore()  # collectives are built from views, which need allocated memory
         self._parts: dict[tuple[int, bool], Part] = {}  # parts of joint gathers without a codec, made once
         # What is kept encoded travels in messages, for which a unit keeps no memory between gathers.
-        as_they_are = {n: buffer for n, buffer in enumerate(buffers) if buffer.stored is None and buffer.gathered}
-        self._from_shard = {n: _gather(params, buffer, buffer.shard) for n, buffer in as_they_are.items()}
-        self._from_secondary = {
-            n: _gather(secondary, buffer, buffer.secondary)
-            for n, buffer in as_they_are.items()
-            if secondary is not None and buffer.secondary is not None
-        }
+        self._as_they_are: dict[tuple[int, bool], Moves] = {}
+        for number, buffer in enumerate(buffers):
+            if buffer.stored is None and buffer.gathered:
+                self._as_they_are[number, False] = _gather(params, buffer, buffer.shard)
+                if secondary is not None and buffer.secondary is not None:
+                    self._as_they_are[number, True] = _gather(secondary, buffer, buffer.secondary)
         for buffer in buffers:
             buffer.release()
 
     def single(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
-        """The gather of one buffer by itself.
-
-        Args:
-            number: Number of the buffer.
-            from_secondary: Whether to gather from the secondary shard.
-            exact: Whether to gather without a codec, whatever the plan says.
-        """
+        """The gather of one buffer by itself; if ``exact``, without a codec, whatever the plan says."""
         buffer, codec = self._buffers[number], self._link.codec
         if from_secondary and buffer.stored is None:
-            return self._from_secondary[number]
+            return self._as_they_are[number, True]
         if number in self._kept and not exact:
             return self._kept[number]
         if buffer.stored is not None:
-            moves = self.stored(
-                [self.stored_part(number, from_secondary=from_secondary)], from_secondary=from_secondary
-            )
-            if self.keeps_messages:
-                self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
-            return moves
-        if codec is None or exact or not buffer.layout.encoded:
-            return self._from_shard[number] if exact or not self.keeps_messages else self._keep_copy(number)
-        # Built for each gather, so that a unit keeps no memory for messages between gathers.
-        seed = self._seeds.of_unit(Lane.GATHER, self._unit)
-        moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
+            part = self.stored_part(number, from_secondary=from_secondary)
+            moves = self.stored([part], from_secondary=from_secondary)
+        elif codec is None or exact or not buffer.layout.encoded:
+            return self._keep_copy(number) if self.keeps_messages and not exact else self._as_they_are[number, False]
+        else:
+            # Built for each gather, so that a unit keeps no memory for messages between gathers.
+            seed = self._seeds.of_unit(Lane.GATHER, self._unit)
+            moves = _gather(self._link.params, buffer, buffer.shard, codec, seed)
         if self.keeps_messages:
             self._kept[number] = Moves([moves[-1]])  # the last move decodes all messages
         return moves
@@ -118,22 +102,20 @@ class BufferGathers:
 
     def _keep_copy(self, number: int) -> Moves:
         """The gather of a buffer without a codec, of which a copy is kept."""
-        full, moves = self._buffers[number].full, self._from_shard[number]
+        full, moves = self._buffers[number].full, self._as_they_are[number, False]
         kept = allocate(full.numel(), full.dtype, full.device)
 
-        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-            target.copy_(source)
+        def keep() -> None:
+            kept.copy_(full)
 
-        self._kept[number] = Moves([Move(moves[-1].stage, functools.partial(copy, kept, full))])
-        return moves.then(functools.partial(copy, full, kept))
+        def fill() -> None:
+            full.copy_(kept)
+
+        self._kept[number] = Moves([Move(moves[-1].stage, fill)])
+        return moves.then(keep)
 
     def stored(self, parts: Sequence[StoredPart], *, from_secondary: bool) -> Moves:
-        """The gather of buffers that are kept encoded; parts of any units.
-
-        Args:
-            parts: The buffers.
-            from_secondary: Whether to gather from the secondary shards.
-        """
+        """The gather of buffers that are kept encoded; parts of any units."""
         group, codec = self._link.secondary if from_secondary else self._link.params, self._link.stored
         assert group is not None
         assert codec is not None
@@ -143,21 +125,16 @@ class BufferGathers:
         """One buffer as a part of a gather of what is kept encoded. The secondary shard gets its messages where those
         of all P shards pass by."""
         buffer, second = self._buffers[number], self._link.secondary
+        message = buffer.shard.view(1, -1)
         if second is None or buffer.secondary is None:
-            return StoredPart(buffer.full, buffer.messages)
+            return StoredPart(buffer.full, message)
         kept = buffer.secondary.view(-1, buffer.shard.numel())
         if from_secondary:
             return StoredPart(buffer.full, kept)
-        return StoredPart(buffer.full, buffer.messages, kept, second.index * len(kept))
+        return StoredPart(buffer.full, message, kept, second.index * len(kept))
 
     def part(self, number: int, *, from_secondary: bool, encoded: bool) -> Part:
-        """One buffer as a part of a joint gather.
-
-        Args:
-            number: Number of the buffer.
-            from_secondary: Whether to gather from the secondary shard.
-            encoded: Whether the gather has a codec.
-        """
+        """One buffer as a part of a joint gather, which has a codec if ``encoded``."""
         key = number, from_secondary
         if key not in self._parts:
             buffer = self._buffers[number]

@@ -30,14 +30,9 @@ class State(enum.Enum):
 
 
 class Unit:
-    """The parameters that are gathered, freed and reduced together.
+    """The parameters that are gathered, freed and reduced together, when the forward and backward of a module say so.
 
-    Args:
-        index: Number of the unit.
-        module: Module whose forward and backward drive the unit.
-        info: Description of the unit for the program.
-        buffers: Flat buffers of the unit; shown whole if P is not sharded, otherwise as husks with freed storage.
-        link: Lanes, groups and codec for gathering.
+    In the beginning, flat buffers are shown whole if P is not sharded, otherwise as husks with freed storage.
 
     Attributes:
         state: State of the parameters.
@@ -105,12 +100,8 @@ class Unit:
         return self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
-        """Start a gather (sharded -> gathering). Does nothing in any other state.
-
-        Args:
-            from_secondary: Whether to gather from the secondary shard if it is valid.
-            exact: Whether to gather without a codec, whatever the plan says.
-        """
+        """Start a gather (sharded -> gathering), from the secondary shard only if it is valid; if ``exact``, without a
+        codec, whatever the plan says. Does nothing in any other state."""
         if self._take is not None:
             self.take_update()
         if self.state is State.SHARDED:
@@ -174,12 +165,8 @@ class Unit:
         self.expect_spread(self._link.lanes.submit(lane, moves, after=after, load=self._spread_loads[number]))
 
     def send_home(self, after: Sequence[Ticket]) -> bool:
-        """Let P shards that live on the host, and have got new values, go down once they are spread; the next gather
-        waits for it. Returns whether there are any.
-
-        Args:
-            after: Tickets of what else must end first.
-        """
+        """Let P shards that live on the host, and have got new values, go down once they are spread and the tickets
+        ``after`` have ended; the next gather waits for it. Returns whether there are any."""
         visiting = [buffer for buffer in self.buffers if buffer.visits] if not self._leaves else []
         if visiting:
             self._leaves = True
@@ -258,11 +245,8 @@ class Unit:
             ticket.wait()
 
     def updated(self, only: Collection[int] | None = None) -> None:
-        """Invalidate everything derived from the P shard, which gets new values.
-
-        Args:
-            only: Identities of the parameters that get them; all by default.
-        """
+        """Invalidate everything derived from the P shard, which gets new values; ``only`` has the identities of the
+        parameters that get them, all by default."""
         if self.sharded and self.state is not State.SHARDED:
             self.free()
         self.secondary_valid = False
@@ -275,12 +259,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class GatherBatch:
-    """Flat buffers that are gathered as one.
-
-    Attributes:
-        buffers: The buffers.
-        from_secondary: Whether to gather from the secondary shards.
-    """
+    """Flat buffers that are gathered as one."""
 
     buffers: tuple[BufferKey, ...]
     from_secondary: bool
@@ -294,13 +273,8 @@ class GatherBatch:
 def start_gathers(
     units: Sequence[Unit] | Mapping[int, Unit], batches: Sequence[GatherBatch], *, exact: bool = False
 ) -> None:
-    """Start gathers (sharded -> gathering). Units in any other state are left out.
-
-    Args:
-        units: Units by number.
-        batches: Gathers to start, in order; together, they carry all buffers of their units.
-        exact: Whether to gather without a codec, whatever the plan says.
-    """
+    """Start gathers (sharded -> gathering), in order; together, they carry all buffers of their units. Units in any
+    other state are left out. If ``exact``, no codec is used, whatever the plan says."""
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
     for number in wanted:
         if units[number]._take is not None:

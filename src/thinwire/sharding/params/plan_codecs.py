@@ -19,8 +19,6 @@ from thinwire.program.wire import axis_shape, change_encodings, reduction_codecs
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.plan_parts.wire import GRADIENTS
 
-__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems"]
-
 _REDUCED = (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
 """Axes along which gradients are reduced."""
 

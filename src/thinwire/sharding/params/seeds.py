@@ -14,26 +14,16 @@ _REDUCTION = 5
 
 
 class StepCounter:
-    """Counts the optimizer steps of one model. Its runtime writes the number; everything else reads it.
+    """Counts the optimizer steps that one model has taken. Its runtime writes the number; everything else reads it."""
 
-    Attributes:
-        taken: Number of optimizer steps taken so far.
-    """
-
-    def __init__(self) -> None:
-        self.taken = 0
+    taken = 0
 
 
 class Seeds:
     """Seeds that differ for every message of a run, and repeat when the run is resumed from a checkpoint.
 
-    Replicas encode the same parameters with the same seed, so that all ranks hold equal values.
-
-    Args:
-        plan: Plan that defines the owners of shards.
-        position: Position of this rank in the mesh.
-        steps: Counts the model's steps.
-        island: Number of this rank's island.
+    Replicas encode the same parameters with the same seed, so that all ranks hold equal values. ``position`` is that of
+    this rank in the mesh, and ``island`` the number of its island.
     """
 
     def __init__(self, plan: Plan, position: int, steps: StepCounter, island: int = 0) -> None:

@@ -25,18 +25,8 @@ def stored_bytes(layout: FlatLayout) -> int:
 
 
 class StoredShard:
-    """A P shard that is kept as a message.
-
-    Args:
-        codec: The codec.
-        layout: Layout of the buffer.
-        message: Memory of the message, uint8; may lie on the host.
-        device: Device on which values are encoded and decoded.
-
-    Attributes:
-        message: The same.
-        block: Elements of a block.
-    """
+    """A P shard that is kept as a message, uint8, which may lie on the host. Values are encoded and decoded on
+    ``device``, in blocks of ``block`` elements."""
 
     def __init__(self, codec: Codec, layout: FlatLayout, message: torch.Tensor, device: torch.device) -> None:
         assert codec.spec.block is not None
@@ -123,18 +113,7 @@ class StoredPiece:
 def decoded(
     codec: Codec, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Decode blocks.
-
-    Args:
-        codec: The codec.
-        codes: Codes of whole blocks, uint8.
-        scales: Their scales, fp32.
-        dtype: Dtype of the values.
-        device: Device of the codec.
-
-    Returns:
-        The values of the blocks, 1-D.
-    """
+    """Decode whole blocks on the codec's device, from their codes, uint8, and scales, fp32: the values, 1-D."""
     assert codec.spec.block is not None
     numel = len(scales) * codec.spec.block
     message = torch.zeros(codec.spec.slot_bytes(numel, dtype), dtype=torch.uint8, device=device)

@@ -60,7 +60,7 @@ class UnreadyParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _SETTINGS:
-            args, kwargs = tree_map_only(UnreadyParameter, _whole, (args, kwargs or {}))
+            args, kwargs = tree_map_only(UnreadyParameter, lambda one: one.whole(), (args, kwargs or {}))
             if not any(isinstance(value, UnreadyParameter) for value in args):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -68,13 +68,8 @@ class UnreadyParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter. Values would need communication."""
-        del tensor_contents
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"Parameter({tuple(self.shape)}, {self.dtype}, not ready{grad})"
-
-
-def _whole(parameter: UnreadyParameter) -> torch.Tensor:
-    return parameter.whole()
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -84,9 +79,3 @@ def is_plain(parameter: torch.Tensor) -> bool:
     if kind in (nn.Parameter, UnreadyParameter):
         return True
     return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not is_packed(parameter)
-
-
-def set_ready(parameters: Sequence[nn.Parameter], kinds: Sequence[type], *, ready: bool) -> None:
-    """Change the class of plain parameters: to their own ones, once they are ready."""
-    for parameter, kind in zip(parameters, kinds, strict=True):
-        parameter.__class__ = kind if ready else UnreadyParameter

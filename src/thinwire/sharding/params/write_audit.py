@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,25 +16,6 @@ _FIRST_REGULAR = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
-class _Comparison:
-    """A unit's values before and after a forward: for each parameter, the sum of its bits (0-D, int64, on the device).
-
-    Attributes:
-        unit: The unit.
-        before: Sums before the forward.
-        after: Sums after the forward; empty until then.
-    """
-
-    unit: Unit
-    before: list[torch.Tensor]
-    after: list[torch.Tensor]
-
-    @property
-    def differs(self) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self.before, self.after, strict=True))
-
-
 class WriteAudit:
     """Detects forwards that write to the parameters they compute with.
 
@@ -45,9 +25,6 @@ class WriteAudit:
     If parameters stay whole, a forward can also re-point one (``self.weight.data = ...``), and updates would no longer
     reach it. The audit therefore compares addresses in every step.
 
-    Args:
-        units: Units of the model.
-
     Attributes:
         compares_values: Whether forwards of this step must call ``before_forward`` and ``after_forward``.
     """
@@ -55,7 +32,8 @@ class WriteAudit:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._all = units
         self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
-        self._comparisons: list[_Comparison] = []
+        self._begun: list[tuple[Unit, torch.Tensor]] = []  # forwards, with their units' values before
+        self._changed: list[tuple[Unit, torch.Tensor]] = []  # ended ones, with whether values differ (0-D)
         self.watch()
         self.compares_values = bool(self._units)
         self.excuse()
@@ -65,7 +43,8 @@ class WriteAudit:
         self._units = [unit for unit in self._all if unit.computes_with_copies]
         self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
         self._whole = [(unit, _addresses(unit)) for unit in self._all if not unit.sharded]
-        self._comparisons.clear()
+        self._begun.clear()
+        self._changed.clear()
         for unit in self._units:
             self._others.setdefault(unit.index, self._written_to(unit))
 
@@ -74,25 +53,23 @@ class WriteAudit:
         self._others = {unit.index: self._written_to(unit) for unit in self._units}
 
     def begin_step(self, number: int) -> None:
-        """Begin a step.
-
-        Args:
-            number: Number of steps taken before.
-        """
-        self._comparisons.clear()
+        """Begin the step with this number, from 0 on."""
+        self._begun.clear()
+        self._changed.clear()
         is_power = number & (number - 1) == 0
         self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
 
     def before_forward(self, unit: Unit) -> None:
         """Record a gathered unit's values at the beginning of its forward, in a step that compares values."""
         if unit.computes_with_copies:
-            self._comparisons.append(_Comparison(unit, _sums_of_bits(unit), []))
+            self._begun.append((unit, _sums_of_bits(unit)))
 
     def after_forward(self, unit: Unit) -> None:
         """Record a unit's values at the end of its forward, while the unit is still gathered."""
-        for comparison in reversed(self._comparisons):
-            if comparison.unit is unit and not comparison.after:
-                comparison.after = _sums_of_bits(unit)
+        for place, (begun, before) in reversed([*enumerate(self._begun)]):
+            if begun is unit:
+                self._changed.append((unit, (before != _sums_of_bits(unit)).any()))
+                del self._begun[place]
                 return
 
     def written(self) -> Unit | None:
@@ -106,7 +83,7 @@ class WriteAudit:
                 for buffer in unit.buffers:
                     buffer.show(whole=True)
                 return unit
-        return next((done.unit for done in self._comparisons if done.after and done.differs), None)
+        return next((unit for unit, changed in self._changed if changed), None)
 
     def _written_to(self, unit: Unit) -> int:
         """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""
@@ -121,6 +98,7 @@ def _addresses(unit: Unit) -> list[int]:
     return [p.data_ptr() if type(p) is nn.Parameter else local_tensor(p).data_ptr() for p in parameters]
 
 
-def _sums_of_bits(unit: Unit) -> list[torch.Tensor]:
+def _sums_of_bits(unit: Unit) -> torch.Tensor:
+    """For each parameter of a unit, the sum of its bits: int64, on the device."""
     values = [local_tensor(parameter.detach()) for buffer in unit.buffers for parameter in buffer.parameters]
-    return [value.view(_BITS[value.element_size()]).sum(dtype=torch.int64) for value in values]
+    return torch.stack([value.view(_BITS[value.element_size()]).sum(dtype=torch.int64) for value in values])

@@ -31,12 +31,7 @@ def boxes(shape: Sequence[int], offset: int, length: int) -> list[Box]:
     """Cut elements ``[offset, offset + length)`` of a row-major tensor into as few boxes as possible.
 
     A piece of a matrix has at most three boxes: the end of a row, whole rows, and the beginning of a row. Each further
-    dimension adds at most two boxes.
-
-    Args:
-        shape: Shape of the tensor.
-        offset: First element of the piece.
-        length: Number of elements; 0 gives no box.
+    dimension adds at most two boxes. A piece of length 0 has none.
     """
     shape = tuple(shape)
     cut: list[Box] = []

@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.sharding.tensors.tensor import ShareTensor, changed_tensors
 
-__all__ = ["StateEntry"]
-
 _ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions whose result is another name of the same values."""
 

@@ -18,13 +18,7 @@ Share = Any
 
 
 def perform(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Perform one operator on share tensors.
-
-    Args:
-        cls: Class of share tensors.
-        func: The operator.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
+    """Perform one operator on share tensors, which are of class ``cls``.
 
     Raises:
         NeedsWhole: The operator cannot act on pieces.
@@ -50,7 +44,10 @@ def _elementwise(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     kwargs.pop("memory_format", None)  # pieces are flat
     written = _written(cls, func, args, kwargs)
     with _writing(written):
-        results = func(*_pieces(cls, args, spec), **dict(zip(kwargs, _pieces(cls, kwargs.values(), spec), strict=True)))
+        results = func(
+            *(_piece_of(cls, value, spec) for value in args),
+            **{key: _piece_of(cls, value, spec) for key, value in kwargs.items()},
+        )
     if written:
         return written[0] if len(written) == 1 else tuple(written)
     return _wrapped(cls, results, spec)
@@ -71,10 +68,6 @@ def _common_cut(cls: Any, values: Sequence[Any]) -> ShareSpec:
 
 def _broadcasts_to(shape: torch.Size, whole: torch.Size) -> bool:
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
-
-
-def _pieces(cls: Any, values: Any, spec: ShareSpec) -> list[Any]:
-    return [_piece_of(cls, value, spec) for value in values]
 
 
 def _piece_of(cls: Any, value: Any, spec: ShareSpec) -> Any:
@@ -141,7 +134,8 @@ def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dic
         return [_norm(cls, tensor, args[1] if len(args) > 1 else kwargs.get("ord", 2)) for tensor in args[0]]
     first = next(value for value in args if isinstance(value, list | tuple))
     specs = [tensor.spec if isinstance(tensor, cls) else None for tensor in first]
-    own = [share for value in [*args, *kwargs.values()] for share in _listed(cls, value)]
+    lists = [value for value in [*args, *kwargs.values()] if isinstance(value, list | tuple)]
+    own = [share for value in lists for share in value if isinstance(share, cls)]
     written = own if name.endswith("_") else []  # schemas do not mark writes to tensors inside lists
     with _writing(written):
         results = func(
@@ -155,10 +149,6 @@ def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     return [
         result if spec is None else _wrapped(cls, result, spec) for result, spec in zip(results, specs, strict=True)
     ]
-
-
-def _listed(cls: Any, value: Any) -> list[Share]:
-    return [item for item in value if isinstance(item, cls)] if isinstance(value, list | tuple) else []
 
 
 def _list_pieces(cls: Any, value: Any, specs: Sequence[ShareSpec | None]) -> Any:
@@ -200,12 +190,7 @@ def _norm(cls: Any, tensor: torch.Tensor, order: Any = 2, dtype: torch.dtype | N
 
 
 def power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """The contribution of a piece to a norm: float64, 0-D.
-
-    Args:
-        piece: Elements of the piece, 1-D.
-        order: Order of the norm; may be infinite.
-    """
+    """The contribution of a piece, 1-D, to a norm, whose order may be infinite: float64, 0-D."""
     if piece.numel() == 0:
         return torch.full((), float("inf") if order == float("-inf") else 0.0, dtype=torch.float64, device=piece.device)
     norm = torch.linalg.vector_norm(piece.detach(), order, dtype=torch.promote_types(piece.dtype, torch.float32))
@@ -236,14 +221,9 @@ def _reduction(
     neutral: float,
     result: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """Create an operator that reduces a whole tensor to one number.
-
-    Args:
-        reduce: Reduces a piece to a 0-D tensor.
-        combine: Combines the results of all pieces, ``[pieces, 1]``, into one.
-        neutral: Contribution of an empty piece.
-        result: Dtype of the result; default: the tensor's.
-    """
+    """Create an operator that reduces a whole tensor to one number: ``reduce`` makes a piece a 0-D tensor (an empty one
+    counts as ``neutral``), and ``combine`` makes the results of all pieces, ``[pieces, 1]``, one. It has the dtype of
+    ``result``, or of the tensor."""
 
     def perform_reduction(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = _bound(func, args, kwargs)
@@ -272,7 +252,6 @@ def _wide_sum(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    del func, kwargs
     if args[0].shape != args[1].shape:
         return False
     spec = _common_cut(cls, args)
@@ -301,7 +280,6 @@ def _over_all(bound: dict[str, Any]) -> None:
 
 def _alias(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Create another share tensor over the same piece, with the same runtime behind it."""
-    del kwargs
     share = args[0]
     if func not in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
         shape = torch.Size(args[1])
@@ -374,7 +352,6 @@ def _generator_of(device: torch.device) -> torch.Generator:
 
 
 def _refused(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del cls, kwargs
     name = args[0].spec.name if hasattr(args[0], "spec") else "a parameter"
     raise UsageError(
         f"{func.overloadpacket.__name__} would replace the memory of {name}, which the runtime would miss: use copy_()"
@@ -382,7 +359,6 @@ def _refused(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _item(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del cls, func, kwargs
     if args[0].spec.shape.numel() != 1:
         raise NeedsWhole
     return args[0].full_tensor().item()

@@ -49,13 +49,8 @@ class ShardedParameter(ShareTensor):
     micro-batch, and ``None`` if no rank used the parameter. A write to ``p`` (``copy_``, ``p.data = ...``, an
     optimizer's update) reaches the other ranks before the next forward.
 
-    Args:
-        piece: Elements that this rank owns, 1-D, fp32; for a frozen parameter, the elements that it holds, in compute
-            dtype. Or a function that returns them.
-        spec: Position of the piece in the parameter.
-        live: Runtime behind the parameter.
-        requires_grad: As in torch.
-        like: See :class:`~thinwire.sharding.tensors.tensor.ShareTensor`.
+    The piece has the elements that this rank owns, 1-D, fp32; for a frozen parameter, those that it holds, in compute
+    dtype.
     """
 
     live: LiveParameter

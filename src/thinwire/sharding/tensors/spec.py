@@ -37,25 +37,12 @@ class Holders(Protocol):
     pieces: int
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """Exchange the contributions of all pieces to a reduction. Collective.
-
-        Args:
-            partial: Contribution of this rank's piece: ``[k]``, on the CPU or the device of the parameters.
-
-        Returns:
-            float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once.
-        """
+        """Exchange the contributions of pieces to a reduction, ``[k]``, on the CPU or the device of the parameters:
+        float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once. Collective."""
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Gather the whole tensor from all pieces. Collective.
-
-        Args:
-            name: Name of a parameter with the same cut.
-            piece: This rank's piece: contiguous, 1-D, any dtype.
-
-        Returns:
-            The flattened tensor, 1-D, on the device of ``piece``.
-        """
+        """Gather the whole tensor, 1-D, from all pieces (contiguous, 1-D, any dtype), on the device of this rank's;
+        ``name`` is that of a parameter with the same cut. Collective."""
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Average a plain tensor over all ranks. Collective."""
@@ -68,15 +55,8 @@ class Live(Protocol):
     """The runtime behind a share tensor that is a view of the runtime's memory."""
 
     def before_update(self, share: Any, *, loads: bool = False) -> Any:
-        """Prepare for a change of values that may be small against them. Collective.
-
-        Args:
-            share: The share tensor that is to change.
-            loads: Whether the change may be a load.
-
-        Returns:
-            A share tensor over other memory that is to take its place, or ``None``.
-        """
+        """Prepare for a change of a share's values that may be small against them, and ``loads`` if it may be a load;
+        returns a share tensor over other memory that is to take its place, or ``None``. Collective."""
 
     def before_write(self) -> None:
         """Prepare for a change of the piece."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.operations import perform
@@ -129,7 +130,6 @@ class ShareTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the parameter, its whole shape, and this rank's piece. Values would need communication."""
-        del tensor_contents
         spec, total = self.spec, self.spec.shape.numel()
         if spec.length == total:
             place = "whole"
@@ -148,7 +148,8 @@ class ShareTensor(torch.Tensor):
         if func in _WALKS:
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
-            return func(*_computed(args), **_computed(kwargs))
+            args, kwargs = tree_map_only(ShareTensor, _computed, (args, kwargs))
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if "out" in kwargs:
             _before_update(_tensors(kwargs["out"]))
@@ -166,8 +167,8 @@ class ShareTensor(torch.Tensor):
         written = [tensor for tensor in changed_tensors(func, args, kwargs) if isinstance(tensor, ShareTensor)]
         if written:
             return _write_whole(func, written, args, kwargs)
-        wholes = _WholeArguments(args, kwargs)
-        return func(*wholes.args, **wholes.kwargs)
+        args, kwargs = _with_wholes(args, kwargs)
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -192,21 +193,17 @@ class ShareTensor(torch.Tensor):
     # -- torch.distributed.checkpoint, whose callers have paid for its import ----------------------------------
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         properties = TensorProperties.create_from_tensor(self.piece)
         return [
             WriteItem(
-                MetadataIndex(fqn, torch.Size(box.offsets)),
+                MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
-                    properties,
-                    self.spec.shape,
-                ),
+                tensor_data=TensorWriteData(chunk, properties, self.spec.shape),
             )
-            for box in self.spec.boxes
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -240,12 +237,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _before_update(targets: Sequence[torch.Tensor], copied: Sequence[torch.Tensor] = ()) -> None:
-    """Let share tensors keep small changes. A copy of a parameter makes none; a copy of other values may load them.
-
-    Args:
-        targets: Tensors that are to be changed.
-        copied: The values that are to be copied to them.
-    """
+    """Let share tensors keep small changes. A copy of a parameter makes none; a copy of other values may load them."""
     if any(isinstance(one, ShareTensor) and one.live is not None for one in copied):
         return
     for share in targets:
@@ -288,8 +280,8 @@ def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
         copies = {id(share): share.full_tensor() for share in written}
-        wholes = _WholeArguments(args, kwargs, copies)
-        result = func(*wholes.args, **wholes.kwargs)
+        args, kwargs = _with_wholes(args, kwargs, copies)
+        result = func(*args, **kwargs)
         if _receives(func) and result is not None:
             result.wait()  # the work of async_op=True, which fills the copies
         for share in written:
@@ -298,46 +290,25 @@ def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args:
     return by_copy.get(id(result), result)
 
 
-def _computed(value: Any) -> Any:
-    """Replace parameters in arguments by the tensors that modules compute with."""
-    if isinstance(value, ShareTensor):
-        return getattr(value.live, "compute_tensor", value)
-    if isinstance(value, dict):
-        return {key: _computed(item) for key, item in value.items()}
-    return type(value)(map(_computed, value)) if isinstance(value, list | tuple) else value
+def _computed(share: ShareTensor) -> torch.Tensor:
+    """The tensor that modules compute with, if the share is a parameter."""
+    return getattr(share.live, "compute_tensor", share)
 
 
-class _WholeArguments:
-    """The arguments of a call, with share tensors replaced by plain tensors.
+def _with_wholes(args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> tuple[Any, Any]:
+    """The arguments of a call, with share tensors replaced by plain tensors; ``copies`` are those that are already
+    gathered, by ``id`` of the share tensor."""
+    gathered = copies or {}
+    dtypes = {t.dtype for t in _tensors((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
 
-    Args:
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        copies: Plain tensors that are already gathered, by ``id`` of the share tensor.
-    """
+    def whole(share: ShareTensor) -> torch.Tensor:
+        if id(share) in gathered:
+            return gathered[id(share)]
+        compute: Callable[..., torch.Tensor] | None = getattr(share.live, "compute", None)
+        return share.full_tensor() if compute is None else compute(share, dtypes)
 
-    def __init__(self, args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> None:
-        self._copies = copies or {}
-        dtypes = {t.dtype for t in _tensors((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
-        self._dtypes = dtypes
-        self.args = tuple(self._plain(arg) for arg in args)
-        self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
-
-    def _plain(self, value: Any) -> Any:
-        if isinstance(value, ShareTensor):
-            return self._whole(value)
-        if isinstance(value, list | tuple) and any(isinstance(item, ShareTensor) for item in value):
-            return type(value)(self._plain(item) for item in value)
-        return value
-
-    def _whole(self, share: ShareTensor) -> torch.Tensor:
-        if id(share) in self._copies:
-            return self._copies[id(share)]
-        computes = getattr(share.live, "compute", None)
-        if computes is not None:
-            value: torch.Tensor = computes(share, self._dtypes)
-            return value
-        return share.full_tensor()
+    plain: tuple[Any, Any] = tree_map_only(ShareTensor, whole, (args, kwargs))
+    return plain
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
