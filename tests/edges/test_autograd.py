@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     PLANS,
@@ -145,7 +146,10 @@ class GraphLoss:
             self.loss.backward(create_graph=True)
 
 
-def check_created_graphs(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
     for name in plans:
         model = tw.shard(build(Differentiable), plan(name))
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
@@ -153,12 +157,6 @@ def check_created_graphs(plans: Sequence[str]) -> None:
         assert not any(values.requires_grad for values in (*held, *runtime(model).sharded.arenas)), "graphs pile up"
         close(model)
     parity(Differentiable, plans)
-
-
-@pytest.mark.slow
-@over_plans
-def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
-    run_ranks(4, check_created_graphs, plans)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------
@@ -181,7 +179,9 @@ def evaluation_in_between(run: Session) -> None:
             assert not torch.equal(run.loss(7), before)
 
 
-def check_messages_of_any_length() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
     """A lane fills lengths and messages that an evaluation has made."""
     model = tw.shard(build(Stack), plan("zero3", wire={"gather": "mpc"}))
     x = samples(0, 1, 4)[0, 0]
@@ -189,11 +189,6 @@ def check_messages_of_any_length() -> None:
     with torch.inference_mode():
         assert torch.isfinite(model(x)).all()
     model(x).square().mean().backward()
-
-
-@pytest.mark.slow
-def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
-    run_ranks(4, check_messages_of_any_length)
 
 
 def evaluation_of_a_part(run: Session) -> None:
@@ -329,7 +324,10 @@ def test_compiled_blocks_with_inductor() -> None:
     run_ranks(4, check_compiled, "zero3", "inductor", timeout=280)
 
 
-def check_backward_in_a_compiled_step(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
+@on_ranks(4)
+def test_hooks_are_not_compiled(name: str) -> None:
     """What hooks do is compiled neither in a forward nor in a backward that a compiled function runs."""
     torch._dynamo.reset()
     model = tw.shard(build(Stack), plan(name))
@@ -349,9 +347,3 @@ def check_backward_in_a_compiled_step(name: str) -> None:
     compiled = [each.__qualname__ for each in inside if _debug_get_cache_entry_list(each.__code__)]
     assert not compiled
     close(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
-def test_hooks_are_not_compiled(name: str) -> None:
-    run_ranks(4, check_backward_in_a_compiled_step, name)

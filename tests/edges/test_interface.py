@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     SHARDED,
@@ -33,7 +34,6 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.params.unready import UnreadyParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -52,7 +52,10 @@ def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
 # -- freed parameters ------------------------------------------------------------------------------------------
 
 
-def check_freed_parameters(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
     for name in sorted(set(SHARDED).intersection(plans)):
         for model_class in (Stack, Shapes):
             model, optim = start(name, model_class)
@@ -79,12 +82,8 @@ def check_freed_parameters(plans: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-@over_plans
-def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
-    run_ranks(4, check_freed_parameters, plans)
-
-
-def check_memory() -> None:
+@on_ranks(4)
+def test_no_more_is_gathered_than_is_needed() -> None:
     """Between steps a rank holds no gathered parameter; in a step never more than the unit that runs, the one that is
     gathered ahead, and the root."""
     sizes: list[int] = []
@@ -108,15 +107,12 @@ def check_memory() -> None:
     close(model)
 
 
-@pytest.mark.slow
-def test_no_more_is_gathered_than_is_needed() -> None:
-    run_ranks(4, check_memory)
-
-
 # -- whole parameters ------------------------------------------------------------------------------------------
 
 
-def check_whole_parameters(plans: Sequence[str]) -> None:
+@over_plans
+@on_ranks(4)
+def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
     for name in plans:
         reference = build(TiedEnds)
         model, optim = start(name, TiedEnds)
@@ -154,12 +150,10 @@ def check_whole_parameters(plans: Sequence[str]) -> None:
         close(model)
 
 
+@pytest.mark.slow
 @over_plans
-def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
-    run_ranks(4, check_whole_parameters, plans)
-
-
-def check_training_inside(plans: Sequence[str]) -> None:
+@on_ranks(4)
+def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
     """A forward and a backward inside ``full_parameters`` are allowed, a step is not and changes nothing."""
     for name in plans:
         model, optim = start(name)
@@ -180,16 +174,11 @@ def check_training_inside(plans: Sequence[str]) -> None:
         close(model)
 
 
-@pytest.mark.slow
-@over_plans
-def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
-    run_ranks(4, check_training_inside, plans)
-
-
 # -- refusals --------------------------------------------------------------------------------------------------
 
 
-def check_refusals() -> None:
+@on_ranks(4)
+def test_refusals_name_the_remedy() -> None:
     for name in ("zero3", "zero1-node"):
         model, optim = start(name)
         state = {key: value.clone() for key, value in build(Stack).state_dict().items()}
@@ -209,11 +198,8 @@ def check_refusals() -> None:
         close(model)
 
 
-def test_refusals_name_the_remedy() -> None:
-    run_ranks(4, check_refusals)
-
-
-def check_models_that_cannot_be_sharded() -> None:
+@on_ranks(4)
+def test_models_that_cannot_be_sharded() -> None:
     cases: list[tuple[nn.Module, str]] = []
     cases.append((nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"))
     cases.append((nn.Linear(2, 2, dtype=torch.complex64), "parameter weight is complex"))
@@ -225,14 +211,13 @@ def check_models_that_cannot_be_sharded() -> None:
         assert not hasattr(model, "_thinwire_runtime")
 
 
-def test_models_that_cannot_be_sharded() -> None:
-    run_ranks(4, check_models_that_cannot_be_sharded)
-
-
 # -- stale graphs, hooks of the user's -------------------------------------------------------------------------
 
 
-def check_stale_graph(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
     for name in plans:
         model, optim = start(name)
         old = loss_of(model, 1)
@@ -252,12 +237,6 @@ def check_stale_graph(plans: Sequence[str]) -> None:
         close(model)
 
 
-@pytest.mark.slow
-@over_plans
-def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
-    run_ranks(4, check_stale_graph, plans)
-
-
 def hook_gradients(model: nn.Module, seen: list[float]) -> None:
     """Scales one gradient, masks another, looks at a third and at an activation's."""
     model.first.weight.register_hook(lambda grad: grad * 0.5)
@@ -268,7 +247,10 @@ def hook_gradients(model: nn.Module, seen: list[float]) -> None:
     model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-def check_user_hooks(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_hooks_of_the_user(plans: Sequence[str]) -> None:
     for early in (True, False):
         for name in plans:
             seen: list[float] = []
@@ -296,9 +278,3 @@ def check_user_hooks(plans: Sequence[str]) -> None:
             assert len(seen) == 2
             assert all(math.isfinite(norm) for norm in seen)
             close(model)
-
-
-@pytest.mark.slow
-@over_plans
-def test_hooks_of_the_user(plans: Sequence[str]) -> None:
-    run_ranks(4, check_user_hooks, plans)

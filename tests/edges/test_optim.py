@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
@@ -29,7 +30,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -76,18 +76,15 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def check_optimizers() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_elementwise_optimizers() -> None:
     for label, (kind, options) in OPTIMIZERS.items():
         try:
             # A parameter without gradients has to be left alone by each of them.
             parity(UnusedParameters, THREE, optimizer=kind, options=options)
         except AssertionError as error:
             raise AssertionError(f"{label}: {error}") from error
-
-
-@pytest.mark.slow
-def test_elementwise_optimizers() -> None:
-    run_ranks(4, check_optimizers)
 
 
 # -- optimizers of whole tensors -------------------------------------------------------------------------------
@@ -119,7 +116,10 @@ class Uneven(nn.Module):
 WHOLE = {"Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, 1e-5), "Muon": (torch.optim.Muon, {"lr": 0.01}, 1e-3)}
 
 
-def check_whole_tensors(label: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("label", WHOLE)
+@on_ranks(4)
+def test_optimizers_of_whole_tensors(label: str) -> None:
     kind, options, tolerance = WHOLE[label]
     for name in (*THREE, "hpz"):
         for model_class in (Matrices, Uneven):
@@ -134,12 +134,6 @@ def check_whole_tensors(label: str) -> None:
     reference = build(Matrices)
     train_alone(reference, kind(reference.parameters(), **options), steps=range(3), micro_batches=2, world=4)
     assert gap(list(reference.parameters()), list(build(Matrices).parameters())) > 30 * tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label", WHOLE)
-def test_optimizers_of_whole_tensors(label: str) -> None:
-    run_ranks(4, check_whole_tensors, label)
 
 
 # -- parameter groups ------------------------------------------------------------------------------------------
@@ -164,7 +158,10 @@ def groups_in_many_forms(model: nn.Module) -> Iterable[list[dict[str, Any]]]:
     yield [{"params": named, "weight_decay": 0.0}, {"params": ["last.weight", model.last.bias], "lr": 0.05}]
 
 
-def check_groups(name: str) -> None:
+@pytest.mark.slow
+@over_three
+@on_ranks(4)
+def test_parameter_groups_in_every_form(name: str) -> None:
     options = {**ADAMW, "weight_decay": 0.5}
     reference = build(Stack)
     optim = torch.optim.AdamW(torch_groups(reference), **options)
@@ -179,13 +176,8 @@ def check_groups(name: str) -> None:
         close(model)
 
 
-@pytest.mark.slow
-@over_three
-def test_parameter_groups_in_every_form(name: str) -> None:
-    run_ranks(4, check_groups, name)
-
-
-def check_wrong_groups() -> None:
+@on_ranks(4)
+def test_wrong_groups_are_named() -> None:
     model = tw.shard(build(Stack), plan("zero3"))
     wrong: list[tuple[list[dict[str, Any]], str]] = [
         (
@@ -205,10 +197,6 @@ def check_wrong_groups() -> None:
     close(model)
 
 
-def test_wrong_groups_are_named() -> None:
-    run_ranks(4, check_wrong_groups)
-
-
 # -- schedulers ------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +213,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
-def check_schedulers(labels: Sequence[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
+)
+@on_ranks(4)
+def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
     for label in labels:
         make = SCHEDULERS[label]
         reference = build(Stack)
@@ -252,18 +245,15 @@ def check_schedulers(labels: Sequence[str]) -> None:
             close(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
-)
-def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
-    run_ranks(4, check_schedulers, labels)
-
-
 # -- odds ------------------------------------------------------------------------------------------------------
 
 
-def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
+)
+@on_ranks(4)
+def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=ADAMW | options)
     parity(OneLayer, ("whole tensors", "inter"), options=ADAMW | options)
     model = tw.shard(build(SmallerThanTheWorld), plan("whole tensors"))
@@ -278,14 +268,8 @@ def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
-)
-def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
-    run_ranks(4, check_ranks_that_own_nothing, options)
-
-
-def check_steps_of_other_kinds() -> None:
+@on_ranks(4)
+def test_steps_without_gradients_and_with_closures() -> None:
     x = samples(0, 1, 4)[0]
     rank = dist.get_rank()
     for name in THREE:
@@ -324,11 +308,8 @@ def check_steps_of_other_kinds() -> None:
 
 
 @pytest.mark.slow
-def test_steps_without_gradients_and_with_closures() -> None:
-    run_ranks(4, check_steps_of_other_kinds)
-
-
-def check_norm_of_many() -> None:
+@on_ranks(4)
+def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
     """fp32 sums of as many squares lose the fourth digit, and another one under each plan."""
     for name in ("ddp", "zero3"):
         model = tw.shard(nn.Linear(2048, 2048, bias=False), plan(name))
@@ -339,16 +320,8 @@ def check_norm_of_many() -> None:
         close(model)
 
 
-@pytest.mark.slow
-def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
-    run_ranks(4, check_norm_of_many)
-
-
-def check_options_that_are_for_cuda() -> None:
+@on_ranks(4)
+def test_options_of_optimizers() -> None:
     model = tw.shard(build(Stack), plan("zero3"))
     tw.optimizer(model, torch.optim.AdamW, lr=1e-3, capturable=True)
     assert "differentiable" in raised(UsageError, tw.optimizer, model, torch.optim.AdamW, lr=1e-3, differentiable=True)
-
-
-def test_options_of_optimizers() -> None:
-    run_ranks(4, check_options_that_are_for_cuda)

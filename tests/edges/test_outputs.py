@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     WIDTH,
@@ -245,15 +246,12 @@ def check_buffers(name: str) -> None:
     close(model)
 
 
-def check_all_buffers(plans: Sequence[str]) -> None:
-    for name in plans:
-        check_buffers(name)
-
-
 @pytest.mark.slow
 @over_plans
+@on_ranks(4)
 def test_buffers_start_as_rank_zeros_and_then_stay_local(plans: Sequence[str]) -> None:
-    run_ranks(4, check_all_buffers, plans)
+    for name in plans:
+        check_buffers(name)
 
 
 class BatchNormed(Stack):

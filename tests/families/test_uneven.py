@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.support.families import catalog
 from tests.support.families.training import ADAMW, TOLERANCE, differences, plan, quiet
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -92,14 +93,25 @@ def experts(step: int, rank: int) -> dict[str, Any]:
     return catalog.batch("switch_transformers", step, rank)
 
 
-def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_name: str, fields: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("plan_name", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("name", "batch", "granularity"),
+    [
+        ("wav2vec2", drop_layers, "block"),
+        ("llava", text_on_one_rank, "block"),
+        ("switch_transformers", experts, "module"),
+    ],
+)
+@on_ranks(2, timeout=60)
+def test_models_whose_ranks_differ(name: str, batch: Any, granularity: str, plan_name: str) -> None:
     with quiet():
         reference = catalog.build(name)
         model = catalog.build(name)
         if name == "wav2vec2":
             for trained in (reference, model):
                 trained.config.layerdrop = 0.5
-        tw.shard(model, plan(plan_name, **fields))
+        tw.shard(model, plan(plan_name, granularity=granularity))
         optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
         plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
         world = dist.get_world_size()
@@ -116,17 +128,3 @@ def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_nam
         beyond = differences(model, reference)
         assert not beyond, beyond
         runtime(model).lanes.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan_name", ["ddp", "zero1"])
-@pytest.mark.parametrize(
-    ("name", "batch", "granularity"),
-    [
-        ("wav2vec2", drop_layers, "block"),
-        ("llava", text_on_one_rank, "block"),
-        ("switch_transformers", experts, "module"),
-    ],
-)
-def test_models_whose_ranks_differ(name: str, batch: Any, granularity: str, plan_name: str) -> None:
-    run_ranks(2, check_model, name, batch, plan_name, {"granularity": granularity}, timeout=60)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -265,7 +266,9 @@ def test_float16_has_a_loss_scale_and_skips_steps() -> None:
         assert got.norms[skipped:] == pytest.approx(want.norms, rel=2e-2)
 
 
-def deferred_and_compiled() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_deferred_gradients_and_compiled_models() -> None:
     """Gradients that are combined by ``trigger_sync_in_backward``, and a compiled model."""
 
     def deferred(plan: str | None) -> list[torch.Tensor]:
@@ -290,11 +293,6 @@ def deferred_and_compiled() -> None:
     compiled = run("zero3", 0.1, steps=5, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
     eager = run("zero3", 0.1, steps=5)
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-4, atol=0)
-
-
-@pytest.mark.slow
-def test_deferred_gradients_and_compiled_models() -> None:
-    run_ranks(2, deferred_and_compiled, timeout=200)
 
 
 def train_apart(accelerator: Any, loop: Loop, batches: Iterator[torch.Tensor]) -> None:
@@ -327,14 +325,11 @@ def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
         return norms
 
 
-def by_hand_equals_ddp() -> None:
+@on_ranks(2)
+def test_the_models_own_no_sync() -> None:
     want = accumulated_by_hand(None)
     for plan in ("zero1", "zero3"):
         torch.testing.assert_close(accumulated_by_hand(plan), want, rtol=1e-4, atol=0)
-
-
-def test_the_models_own_no_sync() -> None:
-    run_ranks(2, by_hand_equals_ddp)
 
 
 class WithModes(torch.optim.SGD):
@@ -386,15 +381,12 @@ def with_modes(plan: str | None) -> list[torch.Tensor]:
         return found
 
 
-def modes_equal_ddp() -> None:
+@on_ranks(2)
+def test_optimizers_with_modes_equal_ddp() -> None:
     want = with_modes(None)
     assert not torch.equal(want[0], want[-1])
     for plan in ("zero1", "zero3"):
         torch.testing.assert_close(with_modes(plan), want, rtol=1e-5, atol=0)
-
-
-def test_optimizers_with_modes_equal_ddp() -> None:
-    run_ranks(2, modes_equal_ddp)
 
 
 def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:

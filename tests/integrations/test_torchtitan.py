@@ -23,6 +23,7 @@ from tests.support.frameworks.torchtitan_jobs import (
     whole_weights,
 )
 from tests.support.paths import ROOT
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -182,12 +183,6 @@ def attempt(folder: Path, changes: dict[str, Any]) -> None:
     build(config)
 
 
-def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
-    for changes, sentence in cases:
-        with pytest.raises(UsageError, match=re.escape(sentence)):
-            attempt(folder, changes)
-
-
 REFUSED = [
     ({"checkpoint.create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint = True"),
     ({"comm.mode": "fake_backend"}, "comm.mode = 'fake_backend'"),
@@ -208,8 +203,11 @@ REFUSED = [
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_what_cannot_work_is_one_sentence(tmp_path: Path) -> None:
-    run_ranks(2, refuse, tmp_path, REFUSED, timeout=200)
+    for changes, sentence in REFUSED:
+        with pytest.raises(UsageError, match=re.escape(sentence)):
+            attempt(tmp_path, changes)
 
 
 def resume_data(folder: Path) -> None:

@@ -19,6 +19,7 @@ from tests.support.frameworks.transformers import (
     build,
     join,
 )
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -106,20 +107,17 @@ def train(directory: Path, plan: str | None, settings: Settings) -> Results:
     return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
 
 
-def compare(directory: Path, names: Sequence[str]) -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=600)
+def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
     join()
-    for name in names:
-        want, got = (train(directory / str(plan), plan, SETTINGS[name]) for plan in (None, "zero3"))
+    for name, settings in SETTINGS.items():
+        want, got = (train(tmp_path / str(plan), plan, settings) for plan in (None, "zero3"))
         assert want.logs, name
         assert_alike(got, want)
         for one, other in zip(got.logs, want.logs, strict=True):
             for key in one.keys() & {"eval_rows", "eval_mean"}:
                 assert one[key] == pytest.approx(other[key], rel=1e-4), (name, key)
-
-
-@pytest.mark.slow
-def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, compare, tmp_path, list(SETTINGS), timeout=600)
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
@@ -170,15 +168,12 @@ def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any
     return [*whole, torch.tensor([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])]
 
 
-def compare_optimizers(directory: Path) -> None:
+@on_ranks(2)
+def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
     join()
     for kind in ("whole", "a part", "of a subclass"):
-        want, got = (with_optimizers(directory / kind / str(plan), plan, kind) for plan in (None, "zero3"))
+        want, got = (with_optimizers(tmp_path / kind / str(plan), plan, kind) for plan in (None, "zero3"))
         assert all(map(torch.equal, got, want)), kind
-
-
-def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
-    run_ranks(2, compare_optimizers, tmp_path)
 
 
 def out_of_memory(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -204,17 +199,14 @@ def with_little_memory(directory: Path, plan: str | None) -> tuple[list[torch.Te
     return [value.clone() for value in whole.values()], trainer.state.train_batch_size
 
 
-def compare_batch_sizes(directory: Path) -> None:
+@on_ranks(2)
+def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
     join()
-    want, size = with_little_memory(directory / "ddp", None)
+    want, size = with_little_memory(tmp_path / "ddp", None)
     for plan in ("zero3", "zero1"):
-        got, found = with_little_memory(directory / plan, plan)
+        got, found = with_little_memory(tmp_path / plan, plan)
         assert found == size <= 3
         assert all(map(torch.equal, got, want)), plan
-
-
-def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, compare_batch_sizes, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

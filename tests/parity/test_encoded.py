@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import computed
 from tests.support.training.parity import (
     EPS,
@@ -191,7 +192,8 @@ def test_scatter_rounds_where_other_gradients_are_exact() -> None:
         assert 1e-4 < result["scatter"].parameters < 0.5
 
 
-def read_whole() -> None:
+@on_ranks(4)
+def test_whole_parameters_are_exact() -> None:
     """Whole parameters never pass through a codec: without an update, they equal the initial weights."""
     initial = [parameter.detach().clone() for parameter in build().parameters()]
     model = tw.shard(build(), plan("zeropp", compute_dtype="float32"))
@@ -204,10 +206,6 @@ def read_whole() -> None:
     with tw.full_parameters(model):
         for parameter, expected in zip(model.parameters(), initial, strict=True):
             assert torch.equal(parameter, expected)
-
-
-def test_whole_parameters_are_exact() -> None:
-    run_ranks(4, read_whole)
 
 
 def small_updates(chosen: tw.Plan) -> tuple[torch.Tensor, bool]:

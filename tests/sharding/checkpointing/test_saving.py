@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -60,8 +61,10 @@ class HeldDisk:
         self._fsync(descriptor)
 
 
-def check_training_goes_on(directory: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_while_the_disk_holds(tmp_path: Path) -> None:
     """Steps are made while the disk holds; the checkpoint has the state of the call, and training goes on from it."""
+    directory = str(tmp_path)
     path = Path(directory) / "step-2"
     model, optim = start()
     train(model, optim, 0, 1)
@@ -81,10 +84,6 @@ def check_training_goes_on(directory: str) -> None:
     other, resumed = start(1)
     assert tw.load(other, resumed, path) == {"step": [2]}
     assert train(other, resumed, 2, 3, 4) == losses
-
-
-def test_training_goes_on_while_the_disk_holds(tmp_path: Path) -> None:
-    run_ranks(2, check_training_goes_on, str(tmp_path))
 
 
 def check_one_at_a_time(directory: str) -> None:

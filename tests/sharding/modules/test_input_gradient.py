@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
@@ -145,22 +146,15 @@ def test_built_in_models_train_alike_bit_by_bit(
 SCRIPTS = (two_forwards_one_backward, two_forwards_two_backwards, retained_graph, second_order)
 
 
-def check_scripts(scripts: tuple[Callable[..., None], ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
+@on_ranks(4)
+def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
     for script in scripts:
         check_script(script, ("zero3", "inter"), **FIRST)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
-def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
-    run_ranks(4, check_scripts, scripts)
-
-
 MODELS = (Stack, TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice, LowRankStack, Branching, UnusedParameters)
-
-
-def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
-    every(model_classes, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
 
 
 @pytest.mark.slow
@@ -174,11 +168,14 @@ def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: 
     ],
     ids=["shared weights", "models", "recomputed", "checkpointed by the user"],
 )
+@on_ranks(4)
 def test_models_of_all_kinds(models: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
-    run_ranks(4, check_models, models, recompute)
+    every(models, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
 
 
-def check_compiled() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_compiled_blocks() -> None:
     torch._dynamo.reset()
     reference = build(Stack)
     train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(2), micro_batches=2, world=4)
@@ -188,11 +185,6 @@ def check_compiled() -> None:
     train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(2), micro_batches=2)
     assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
     assert early(model), "in compiled blocks as well"
-
-
-@pytest.mark.slow
-def test_compiled_blocks() -> None:
-    run_ranks(4, check_compiled)
 
 
 # -- when reductions start -------------------------------------------------------------------------------------
@@ -268,8 +260,12 @@ def test_torchs_own_backward_starts_it_after() -> None:
         assert counts == [(2, 0), (1, 1)]
 
 
-def traces(fields: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(4)
+def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
     """The backward of the built-in models is the one that plans and simulations assume."""
+    fields = {"recompute": recompute, "overlap": {"input_gradient": True}}
     for make, linears in ((llama, 7 * 2 + 1), (gpt, 4 * 2 + 1)):
         torch.default_generator.manual_seed(0)
         model = tw.shard(make(), plan("zero3", granularity="module", **fields))
@@ -284,12 +280,6 @@ def traces(fields: dict[str, Any]) -> None:
         late = {Phase.POST_BACKWARD}
         if make is llama:
             assert [m for m in trace.backward if m[0] not in late] == [m for m in assumed.backward if m[0] not in late]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
-    run_ranks(4, traces, {"recompute": recompute, "overlap": {"input_gradient": True}})
 
 
 def sharded_twice() -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -24,7 +25,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.sharding.checkpointing.stored_parameters import frozen
 from thinwire.spec import CodecSpec, ModelSpec, Plan
-from thinwire.testing import RankPool, run_ranks
+from thinwire.testing import RankPool
 from thinwire.weights.owned import snapshot
 
 pytestmark = pytest.mark.ranks
@@ -467,13 +468,10 @@ def test_an_unknown_codec_and_a_pipeline_are_refused() -> None:
         Plan.preset("ddp", nodes=1, local=1, pp=2, frozen={"storage": INT8})
 
 
-def check_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_alone() -> None:
     reference = rounded(build(), INT8)
     model = tw.shard(build(), Plan.preset("ddp", nodes=1, local=1, compute_dtype="float32", frozen={"storage": INT8}))
     batches = [[samples(step, 0)] for step in range(3)]
     assert all(map(torch.equal, train(model, adamw(model), batches), train(reference, adamw(reference), batches)))
     assert held(model)["gathered"] == 0
-
-
-def test_one_rank_alone() -> None:
-    run_ranks(1, check_one_rank)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -200,10 +201,12 @@ class Mixture(nn.Module):
         return x
 
 
-def train_experts_that_differ_by_rank(names: list[str]) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     leaf = {"match": "layers.*.mixture", "granularity": "block"}
-    for name in names:
+    for name in ("zero1", "zero2", "zero3", "hpz"):
         torch.default_generator.manual_seed(0)
         reference = Mixture()
         torch.default_generator.manual_seed(0)
@@ -225,11 +228,6 @@ def train_experts_that_differ_by_rank(names: list[str]) -> None:
         for (key, whole), (_, alone) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             assert torch.allclose(whole.full_tensor(), alone, atol=1e-6), f"{key} under {name}"
         runtime(model).lanes.close()
-
-
-@pytest.mark.slow
-def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
-    run_ranks(4, train_experts_that_differ_by_rank, ["zero1", "zero2", "zero3", "hpz"])
 
 
 def test_a_pattern_that_matches_nothing_is_one_sentence() -> None:

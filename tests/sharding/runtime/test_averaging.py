@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.said import heard
 from tests.support.training import grids
 from tests.support.training.edge import ADAMW, build, raised, samples, train_alone
@@ -122,19 +123,6 @@ def fail_inside(mean: tw.Average, model: nn.Module) -> None:
         raise ZeroDivisionError
 
 
-def check_training(plan: tw.Plan) -> None:
-    """Evaluations of the average, one of which fails, change nothing in what is trained."""
-    model, optim, mean = start(plan, RULES[0])
-    other = tw.shard(build(Stack), plan)
-    optim_other = tw.optimizer(other, torch.optim.AdamW, **ADAMW)
-    for step in range(4):
-        assert train(model, optim, [step], mean) == train(other, optim_other, [step])
-        before = held(model)
-        raised(ZeroDivisionError, fail_inside, mean, model)
-        assert all(map(torch.equal, before, held(model)))
-    assert all(map(torch.equal, held(model), held(other)))
-
-
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -147,8 +135,19 @@ def check_training(plan: tw.Plan) -> None:
     ],
     ids=["differences", "hpz", "zeropp", "thinwire", "all on the host", "updates on the host"],
 )
+@on_ranks(4)
 def test_training_goes_on_bit_for_bit(preset: str, options: dict[str, Any]) -> None:
-    run_ranks(4, check_training, tw.Plan.preset(preset, nodes=2, local=2, **options))
+    """Evaluations of the average, one of which fails, change nothing in what is trained."""
+    plan = tw.Plan.preset(preset, nodes=2, local=2, **options)
+    model, optim, mean = start(plan, RULES[0])
+    other = tw.shard(build(Stack), plan)
+    optim_other = tw.optimizer(other, torch.optim.AdamW, **ADAMW)
+    for step in range(4):
+        assert train(model, optim, [step], mean) == train(other, optim_other, [step])
+        before = held(model)
+        raised(ZeroDivisionError, fail_inside, mean, model)
+        assert all(map(torch.equal, before, held(model)))
+    assert all(map(torch.equal, held(model), held(other)))
 
 
 def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
@@ -214,7 +213,9 @@ def test_checkpoints_hold_the_average_for_any_plan(tmp_path: Path, rule: dict[st
     run_ranks(4, check_loaded, str(tmp_path), plan_of("zero1", 4, partition="inter"), rule, saved)
 
 
-def check_refusals(directory: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     plan = plan_of("zero3", 2)
     model, optim, mean = start(plan, {"decay": 0.5})
     train(model, optim, [0], mean)
@@ -239,10 +240,6 @@ def check_refusals(directory: str) -> None:
     values.counts = (1, 2)
     tw.save(model, optim, path)
     raised(CheckpointError, lambda: tw.load(model, optim, path))
-
-
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, check_refusals, str(tmp_path))
 
 
 def check_warning(directory: str) -> list[str]:

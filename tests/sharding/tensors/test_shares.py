@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, close, plan, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
@@ -124,7 +125,10 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def check_reads(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         with torch.no_grad():
@@ -147,11 +151,8 @@ def check_reads(plans: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_reads, plans)
-
-
-def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
     """A read right after a step returns the values that the step has written."""
     for name in plans:
         pair = Pair(name)
@@ -174,12 +175,6 @@ def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
         for kept, plain in zip(averages, expected, strict=True):
             assert torch.allclose(whole(kept), plain, atol=1e-6), name
         close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_reads_after_a_step, plans)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -237,7 +232,8 @@ def swap(model: nn.Module) -> None:
             parameter.copy_(saved[name])
 
 
-def check_late_sum() -> None:
+@on_ranks(4)
+def test_a_sum_that_a_rank_joins_late_arrives() -> None:
     """A sum that one rank joins late."""
     model = tw.shard(build(Stack), plan("zero3"))
     parameter = next(model.parameters())
@@ -250,11 +246,10 @@ def check_late_sum() -> None:
     assert torch.equal(parameter.detach().full_tensor(), wanted)
 
 
-def test_a_sum_that_a_rank_joins_late_arrives() -> None:
-    run_ranks(4, check_late_sum)
-
-
-def check_writes(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         for write in (double, assign, through_data, sum_and_send, initialise, from_a_vector, load, swap):
@@ -272,12 +267,8 @@ def check_writes(plans: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@BOTH
-def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_writes, plans)
-
-
-def check_initialisation_with_other_seeds() -> None:
+@on_ranks(4)
+def test_ranks_draw_alike() -> None:
     """Ranks whose generators differ draw the numbers of the first rank."""
     for name in ("zero1", "zero3", "ddp"):
         pair = Pair(name)
@@ -290,11 +281,9 @@ def check_initialisation_with_other_seeds() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_draw_alike() -> None:
-    run_ranks(4, check_initialisation_with_other_seeds)
-
-
-def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
+@BOTH
+@on_ranks(4)
+def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
     for name in plans:
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
@@ -313,12 +302,6 @@ def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
 
                 assert "write=True" in raised(UsageError, write)
             close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_writes_to_whole_parameters, plans)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
@@ -364,7 +347,9 @@ def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_gradients, plans)
 
 
-def check_clipping(plans: tuple[str, ...]) -> None:
+@BOTH
+@on_ranks(4)
+def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         for step, order in enumerate((2.0, 1.0, math.inf, 3.0)):
@@ -384,12 +369,10 @@ def check_clipping(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
-def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_clipping, plans)
-
-
-def check_penalties(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
     """Terms of the loss that read parameters outside of the model's forward."""
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
@@ -410,18 +393,15 @@ def check_penalties(plans: tuple[str, ...]) -> None:
         close(pair.model)
 
 
-@pytest.mark.slow
-@BOTH
-def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_penalties, plans)
-
-
 def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     norms.append(f"{float(parameter.grad.norm()):.3g}")
 
 
-def check_hooks(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         seen: list[list[str]] = [[], []]
@@ -433,12 +413,6 @@ def check_hooks(plans: tuple[str, ...]) -> None:
         pair.check_gradients("hooked")
         assert sorted(seen[0]) == sorted(seen[1]), name
         close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_hooks, plans)
 
 
 # -- optimizers that users make --------------------------------------------------------------------------------
@@ -456,7 +430,10 @@ OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def check_optimizers(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4, timeout=240)
+def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
     for name in plans:
         for kind, options in OPTIMIZERS:
             pair = Pair(name)
@@ -481,11 +458,8 @@ def check_optimizers(plans: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_optimizers, plans, timeout=240)
-
-
-def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         pair = Pair(name)
@@ -518,11 +492,8 @@ def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @BOTH
-def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_closures_and_scalers, plans)
-
-
-def check_loops_by_hand(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_updates_by_hand(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         for step in range(2):
@@ -534,12 +505,6 @@ def check_loops_by_hand(plans: tuple[str, ...]) -> None:
                 model.zero_grad()
         pair.check("gradient descent by hand")
         close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_updates_by_hand(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_loops_by_hand, plans)
 
 
 class GlobalNorm(torch.optim.SGD):
@@ -565,7 +530,10 @@ class Noisy(torch.optim.SGD):
         super().step(closure)
 
 
-def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
     for name in plans:
         for kind, sentence in ((GlobalNorm, "other parameters' gradients"), (Noisy, "draws random numbers")):
             pair = Pair(name)
@@ -584,16 +552,13 @@ def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
             close(pair.model)
 
 
-@pytest.mark.slow
-@BOTH
-def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_coupled_optimizers, plans)
-
-
 # -- outside of forward ---------------------------------------------------------------------------------------
 
 
-def check_methods(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         for register in (False, True):
@@ -609,12 +574,6 @@ def check_methods(plans: tuple[str, ...]) -> None:
                 same(pair.model.loss(x), pair.one.loss(x), name)
             assert not pair.model._thinwire_runtime.passes.state.inside
             close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_methods, plans)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -633,7 +592,9 @@ def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, 
     }
 
 
-def check_refusals() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_refusals() -> None:
     for name in ("zero1", "zero3"):
         model = build(Learned)
         early = torch.optim.AdamW(model.parameters())
@@ -660,11 +621,6 @@ def check_refusals() -> None:
         owner.step()
         close(model)
     assert "float64" in raised(UsageError, tw.shard, nn.Linear(2, 2, dtype=torch.float64), plan("zero3"))
-
-
-@pytest.mark.slow
-def test_refusals() -> None:
-    run_ranks(4, check_refusals)
 
 
 # -- boxes -----------------------------------------------------------------------------------------------------
