@@ -325,7 +325,7 @@ def test_compiled_blocks_with_inductor() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 @on_ranks(4)
 def test_hooks_are_not_compiled(name: str) -> None:
     """What hooks do is compiled neither in a forward nor in a backward that a compiled function runs."""

@@ -214,9 +214,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("labels", [("lambda",), ("cosine", "sequential", "one cycle")])
 @on_ranks(4)
 def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
     for label in labels:
@@ -249,9 +247,7 @@ def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
-)
+@pytest.mark.parametrize("options", [{}, *(pytest.param({kind: True}, id=kind) for kind in ("fused", "foreach"))])
 @on_ranks(4)
 def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=ADAMW | options)

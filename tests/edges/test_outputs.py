@@ -97,7 +97,7 @@ class Former(Stack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 def test_outputs_of_any_form(name: str) -> None:
     run_ranks(4, partial(every, plans=(name,)), [partial(Former, form) for form in FORMS])
 

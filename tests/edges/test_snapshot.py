@@ -61,9 +61,7 @@ MOVES += [(UnusedParameters, torch.optim.Adagrad, ADAGRAD, *pair) for pair in (N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "moves",
-    [[MOVES[1], MOVES[2], MOVES[5]], pytest.param([MOVES[0], *MOVES[3:5], MOVES[6]], marks=pytest.mark.slow)],
-    ids=["few", "others"],
+    "moves", [[MOVES[1], MOVES[2], MOVES[5]], [MOVES[0], *MOVES[3:5], MOVES[6]]], ids=["few", "others"]
 )
 @on_ranks(4)
 def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]) -> None:

@@ -463,7 +463,9 @@ def common_optimizer(plan: str | None, folder: str) -> list[torch.Tensor]:
     return [value.clone() for m in (encoder, decoder) for value in accelerator.get_state_dict(m).values()]
 
 
-def adversaries_equal_ddp(folder: str) -> list[bool]:
+@on_ranks(2)
+def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     equal = []
     for program in (adversaries, common_optimizer):
         results = []
@@ -471,11 +473,7 @@ def adversaries_equal_ddp(folder: str) -> list[bool]:
             with job():
                 results.append(program(plan, f"{folder}/{program.__name__}/{plan}"))
         equal += [all(map(torch.equal, got, results[0])) for got in results[1:]]
-    return equal
-
-
-def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
-    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True] * 4] * 2
+    assert equal == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------------------ refusals

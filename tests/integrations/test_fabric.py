@@ -22,6 +22,7 @@ from tests.support.frameworks.fabric import (
     parts,
     weights,
 )
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -64,12 +65,7 @@ def compare(
     ("world", "settings", "names"),
     [
         (2, [(4, 0.1)], ["thinwire"]),
-        pytest.param(
-            4,
-            [(1, None), (1, 0.1), (4, None), (4, 0.1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        (4, [(1, None), (1, 0.1), (4, None), (4, 0.1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
     ],
 )
 def test_training_equals_ddp(world: int, settings: Sequence[tuple[int, float | None]], names: Sequence[str]) -> None:
@@ -216,13 +212,9 @@ def adversaries(fabric: Fabric, folder: str) -> list[torch.Tensor]:
     return [value for model in (generator, critic) for value in weights(model).values()]
 
 
-def adversaries_equal_ddp(folder: str) -> list[bool]:
-    expected = adversaries(fabric_of(2, DDPStrategy(find_unused_parameters=True)), f"{folder}/ddp")
-    return [
-        all(map(torch.equal, adversaries(fabric_of(2, name), f"{folder}/{name}"), expected))
-        for name in ("thinwire", "thinwire_zero1")
-    ]
-
-
+@on_ranks(2)
 def test_several_modules_and_optimizers_equal_ddp(tmp_path: Path) -> None:
-    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True, True]] * 2
+    folder = str(tmp_path)
+    expected = adversaries(fabric_of(2, DDPStrategy(find_unused_parameters=True)), f"{folder}/ddp")
+    for name in ("thinwire", "thinwire_zero1"):
+        assert all(map(torch.equal, adversaries(fabric_of(2, name), f"{folder}/{name}"), expected)), name

@@ -54,12 +54,7 @@ def compare(
     ("world", "settings", "names"),
     [
         (2, [(4, 0.1)], ["thinwire"]),
-        pytest.param(
-            4,
-            [(1, None), (1, 0.1), (4, None), (4, 0.1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        (4, [(1, None), (1, 0.1), (4, None), (4, 0.1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
     ],
 )
 def test_training_equals_ddp(

@@ -117,17 +117,9 @@ OVERFLOWING = ("16-mixed", 2.0**25, 0.5, 1)
     ("cases", "names"),
     [
         ([OVERFLOWING], ["thinwire"]),
-        pytest.param(
-            [OVERFLOWING, ("bf16-mixed", 1.0, 0.5, 1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([OVERFLOWING, ("bf16-mixed", 1.0, 0.5, 1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
         # zero1 would send sums of micro-batches in the compute dtype, and DDP sends them in float32.
-        pytest.param(
-            [("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, None, 4)],
-            ["thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, None, 4)], ["thinwire_zero2", "thinwire"]),
     ],
 )
 def test_training_equals_ddp(tmp_path: Path, cases: Any, names: Any) -> None:
@@ -194,11 +186,7 @@ def compare_fabric(cases: Sequence[Sequence[Any]], names: Sequence[str]) -> list
     ("cases", "names"),
     [
         ([("16-mixed", 2.0**25, 1)], ["thinwire"]),
-        pytest.param(
-            [("16-mixed", 2.0**25, 4), ("bf16-mixed", 1.0, 1), ("bf16-mixed", 1.0, 4)],
-            ["thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([("16-mixed", 2.0**25, 4), ("bf16-mixed", 1.0, 1), ("bf16-mixed", 1.0, 4)], ["thinwire_zero2", "thinwire"]),
     ],
 )
 def test_fabric_equals_ddp(cases: Any, names: Any) -> None:

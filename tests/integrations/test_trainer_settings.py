@@ -298,39 +298,33 @@ class Witness(transformers.TrainerCallback):  # type: ignore[misc]
                 group["weight_decay"] = 0.0
 
 
-def with_callbacks(directory: Path) -> list[list[tuple[float, float, float]]]:
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
     join()
     witnesses = []
     for plan in (None, "zero3"):
         witness = Witness()
-        trained(directory / str(plan), plan, max_steps=5, callbacks=[witness])
+        trained(tmp_path / str(plan), plan, max_steps=5, callbacks=[witness])
         witnesses.append(witness.seen)
-    return witnesses
+    want, got = witnesses
+    assert len(want) == 5
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
-    for want, got in run_ranks(2, with_callbacks, tmp_path, timeout=120):
-        assert len(want) == 5
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=1e-3)
-
-
-def stop_early(directory: Path) -> list[tuple[int, float]]:
+@on_ranks(2, timeout=200)
+def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
     join()
     ends = []
     for plan in (None, "zero3"):
         trainer = trained(
-            directory / str(plan), plan, max_steps=8, learning_rate=0.5, adam_epsilon=1e-8, eval_strategy="steps",
+            tmp_path / str(plan), plan, max_steps=8, learning_rate=0.5, adam_epsilon=1e-8, eval_strategy="steps",
             eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True, warmup_steps=0,
             metric_for_best_model="eval_loss", callbacks=[transformers.EarlyStoppingCallback(1)],
         )  # fmt: skip
         ends.append((trainer.state.global_step, trainer.evaluate()["eval_loss"]))
-    return ends
-
-
-@pytest.mark.slow
-def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
-    for (steps, loss), (got_steps, got_loss) in run_ranks(2, stop_early, tmp_path, timeout=200):
-        assert got_steps == steps < 8
-        assert got_loss == pytest.approx(loss, rel=1e-3)
+    (steps, loss), (got_steps, got_loss) = ends
+    assert got_steps == steps < 8
+    assert got_loss == pytest.approx(loss, rel=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.support.frameworks.transformers import (
     transformers,
 )
 from tests.support.paths import ROOT
+from tests.support.ranks import on_ranks
 from tests.support.said import heard
 
 import thinwire as tw
@@ -120,7 +122,7 @@ def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, 4])
 def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
     for sent, predicted, steps in run_ranks(world, bytes_and_second_call, tmp_path, timeout=120):
         assert sent == predicted
@@ -146,22 +148,17 @@ def test_models_generate(tmp_path: Path) -> None:
         assert sharded == alone
 
 
-def best_model(directory: Path) -> tuple[float, float]:
-    """The best loss that was seen, and the loss of the model that the trainer ends with."""
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     join()
     settings = arguments(
-        directory, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
+        tmp_path, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
     )  # fmt: skip
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
     trainer.train()
-    return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.slow
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    for best, last in run_ranks(2, best_model, tmp_path, timeout=120):
-        assert math.isclose(best, last, rel_tol=1e-5)
+    assert math.isclose(trainer.state.best_metric, trainer.evaluate()["eval_loss"], rel_tol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -178,21 +175,15 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any
         ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options)).create_optimizer()
 
 
-def evaluate_in_half(directory: Path) -> str:
-    """What an evaluation of a trained model in bf16 raises."""
+@on_ranks(2)
+def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
     join()
     options = {"plan": "zero3", "max_steps": 1, "bf16_full_eval": True}
-    settings = arguments(directory, ThinwireArguments, **options)
+    settings = arguments(tmp_path, ThinwireArguments, **options)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
     trainer.train()
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError, match=r"^bf16_full_eval=True: the trainer would convert the weights for good"):
         trainer.evaluate()
-    return str(refusal.value)
-
-
-def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
-    for sentence in run_ranks(2, evaluate_in_half, tmp_path):
-        assert sentence.startswith("bf16_full_eval=True: the trainer would convert the weights for good")
 
 
 # ------------------------------------------------------------------------------------------------------ other settings
@@ -396,18 +387,13 @@ def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
     return logged(trainer, "loss", "grad_norm", "rewards/margins")
 
 
-def compare_trl(
-    directory: Path, course: Callable[[Path, str | None], list[dict[str, float]]]
-) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    return course(directory, None), course(directory, "zero3")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 @pytest.mark.parametrize("course", [supervised, preferences])
+@on_ranks(2, timeout=250)
 def test_trainers_of_trl(tmp_path: Path, course: Callable[[Path, str | None], list[dict[str, float]]]) -> None:
-    pytest.importorskip("trl")
-    for want, got in run_ranks(2, compare_trl, tmp_path, course, timeout=250):
-        assert len(got) == 5
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
+    want, got = course(tmp_path, None), course(tmp_path, "zero3")
+    assert len(got) == 5
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=2e-4, abs=1e-6)

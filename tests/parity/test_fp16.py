@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.parity import CLIP, EPS, LR, batches, build, distinct_presets, gap, loss_of, mean_over_ranks
 from tests.support.training.parity import Curve as FloatCurve
 from torch import nn
@@ -246,7 +247,7 @@ def traffic(plans: list[tw.Plan]) -> list[dict[str, dict[str, int]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zeropp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zeropp", "zero1"])
 def test_fp16_sends_as_many_bytes_as_bf16(name: str) -> None:
     plans = [tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
     for half, other in run_ranks(4, traffic, plans):
@@ -330,9 +331,9 @@ def plan_of_codec(codec: str, nodes: int, name: str) -> tw.Plan:
     [
         (1, "zero3", ("none", *LOSSY, "zfp:16", "mpc")),
         (2, "zero3", ("int4:256", "exp3")),
-        pytest.param(1, "ddp", LOSSY, marks=pytest.mark.slow),
-        pytest.param(2, "ddp", LOSSY, marks=pytest.mark.slow),
-        pytest.param(2, "zero3", ("none", *LOSSY, "zfp:16", "mpc"), marks=pytest.mark.slow),
+        (1, "ddp", LOSSY),
+        (2, "ddp", LOSSY),
+        (2, "zero3", ("none", *LOSSY, "zfp:16", "mpc")),
     ],
 )
 def test_no_codec_hides_an_overflow(nodes: int, name: str, codecs: tuple[str, ...]) -> None:
@@ -352,7 +353,8 @@ class Steep(nn.Module):
         return (self.weight * x).float().sum()
 
 
-def casts_that_overflow() -> list[tuple[int, float]]:
+@on_ranks(4)
+def test_a_cast_that_overflows_is_skipped() -> None:
     """Gradients that float16 holds, and whose sum over a node it does not: as values, and as messages of a codec."""
     results = []
     for codec, reduce_dtype in (("none", "float16"), ("fp16", "float32")):
@@ -367,12 +369,7 @@ def casts_that_overflow() -> list[tuple[int, float]]:
             optimizer.zero_grad()
         results.append((scale.skipped_steps, float(tw.full_state_dict(model)["weight"].mean())))
         runtime(model).lanes.close()
-    return results
-
-
-def test_a_cast_that_overflows_is_skipped() -> None:
-    for results in run_ranks(4, casts_that_overflow):
-        assert results == [(1, -0.75), (1, -0.75)]
+    assert results == [(1, -0.75), (1, -0.75)]
 
 
 # -- error feedback --------------------------------------------------------------------------------------------
@@ -386,7 +383,13 @@ def learned_with_feedback(plan: tw.Plan, **scaling: Any) -> tuple[list[torch.Ten
     return training.masters(), training.scale.value
 
 
-def feedback_over_changes(plan: tw.Plan) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@on_ranks(4)
+def test_error_feedback_follows_the_scale(name: str) -> None:
+    """Scales are powers of two and modules compute in fp32, so that not a bit may differ from a constant scale."""
+    wire = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "error_feedback": True, "feedback_gain": 0.5}
+    plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", wire=wire)
     constant, _ = learned_with_feedback(plan, growth=1.0)
     growing, last = learned_with_feedback(plan, growth=4.0, growth_interval=3)
     forgetful, _ = learned_with_feedback(plan.with_(wire={"error_feedback": False}), growth=1.0)
@@ -395,17 +398,7 @@ def feedback_over_changes(plan: tw.Plan) -> list[str]:
         problems.append("a new scale changed what error feedback adds")
     if all(map(torch.equal, constant, forgetful)):
         problems.append("error feedback has no effect")
-    return problems
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_error_feedback_follows_the_scale(name: str) -> None:
-    """Scales are powers of two and modules compute in fp32, so that not a bit may differ from a constant scale."""
-    wire = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "error_feedback": True, "feedback_gain": 0.5}
-    plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", wire=wire)
-    for problems in run_ranks(4, feedback_over_changes, plan):
-        assert not problems, problems
+    assert not problems, problems
 
 
 def resumed(plan: tw.Plan, path: Path) -> list[str]:
@@ -449,8 +442,11 @@ def test_a_checkpoint_keeps_the_scale_and_its_rounding_errors(tmp_path: Path) ->
         assert not problems, problems
 
 
-def scaler_with_feedback(plan: tw.Plan) -> list[bool]:
+@on_ranks(2)
+def test_error_feedback_survives_a_step_that_torchs_scaler_skips() -> None:
     """Whether each step was finite where torch's scaler skips the second one."""
+    wire = {"reduce_intra": "int4:64", "error_feedback": True}
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float16", wire=wire)
     model = tw.shard(build(), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -464,19 +460,14 @@ def scaler_with_feedback(plan: tw.Plan) -> list[bool]:
         optimizer.zero_grad()
         finite.append(scaler.get_scale() == before)
     runtime(model).lanes.close()
-    return finite
-
-
-def test_error_feedback_survives_a_step_that_torchs_scaler_skips() -> None:
-    wire = {"reduce_intra": "int4:64", "error_feedback": True}
-    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float16", wire=wire)
-    assert run_ranks(2, scaler_with_feedback, plan) == [[True, False, True, True]] * 2
+    assert finite == [True, False, True, True]
 
 
 # -- a loop of one's own ---------------------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
     plan = tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float16")
     messages = []
 
@@ -499,20 +490,15 @@ def refusals() -> list[str]:
         (lambda action: refused(action, NonFiniteError) if last else action())(optimizer.step)
         optimizer.zero_grad()
     refused(lambda: tw.shard(build(), plan.with_(wire={"reduce_intra": "exp3"})), tw.errors.SpecError)
-    return messages
-
-
-def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
-    for messages in run_ranks(2, refusals):
-        for message, part in zip(
-            messages,
-            (
-                "scale the loss with loss_scale = thinwire.LossScale()",
-                "a LossScale belongs to one model",
-                "step(): no loss was scaled since the last step",
-                "loss_scale.floor = 2: lower the learning rate",
-                "exp3 cannot encode float16, valid are bfloat16",
-            ),
-            strict=True,
-        ):
-            assert part in message
+    for message, part in zip(
+        messages,
+        (
+            "scale the loss with loss_scale = thinwire.LossScale()",
+            "a LossScale belongs to one model",
+            "step(): no loss was scaled since the last step",
+            "loss_scale.floor = 2: lower the learning rate",
+            "exp3 cannot encode float16, valid are bfloat16",
+        ),
+        strict=True,
+    ):
+        assert part in message

@@ -81,9 +81,7 @@ def plans(**changes: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "llama-tied", "gpt2"))]
-)
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "llama-tied", "gpt2"])
 def test_trains_as_in_one_process(kind: str) -> None:
     for result in run_ranks(4, train_many, kind, plans(), ""):
         for _, error, num_units in result:
@@ -92,7 +90,7 @@ def test_trains_as_in_one_process(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_of_the_model_itself(checkpointing: str) -> None:
     for result in run_ranks(4, train_many, "llama", plans(), checkpointing):
         assert all(error <= 2e-6 for _, error, _ in result)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.parity import (
     CLIP,
     EPS,
@@ -63,9 +64,7 @@ def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("amsp-30b",), pytest.param(("zero2", "hsdp"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("amsp-30b",), ("zero2", "hsdp")], ids=" ".join)
 def test_overlap_switches(names: tuple[str, ...]) -> None:
     assert_parity(4, cases_of({f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}, names))
 
@@ -86,9 +85,7 @@ def test_granularity_and_prefetch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("amsp-30b", "zero1", "hpz"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "zero1", "hpz")], ids=" ".join)
 def test_recompute(names: tuple[str, ...]) -> None:
     options = {
         "recompute": {"recompute": True},
@@ -99,9 +96,7 @@ def test_recompute(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero1",), pytest.param(("amsp-30b", "ddp", "zero2", "zero1-node"), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("names", [("zero1",), ("amsp-30b", "ddp", "zero2", "zero1-node")], ids=str)
 def test_bucket_sizes(names: tuple[str, ...]) -> None:
     options = {
         f"{partition}, {size}": {"bucket_bytes": size, "partition": partition}
@@ -345,7 +340,10 @@ def test_slow_links_and_dirty_memory_everywhere(granularity: str, partition: str
     assert_parity(4, strained(granularity, partition, marked=marked), gaps_under_strain)
 
 
-def two_at_once(names: tuple[str, str]) -> list[Gap]:
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero1", "zero1"), ("zero3", "hpz"), ("hsdp", "zero1-node")])
+@on_ranks(4)
+def test_two_models_in_one_process(names: tuple[str, str]) -> None:
     """Two models that share the links take turns, without waiting for each other's transfers."""
     rank = dist.get_rank()
     models = [tw.shard(build(), plan(name)) for name in names]
@@ -366,16 +364,7 @@ def two_at_once(names: tuple[str, str]) -> list[Gap]:
         with tw.full_parameters(model):
             parameters = [p.detach().clone() for p in model.parameters()]
         differences.append(gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1)))
-    return differences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero1", "zero1"), ("zero3", "hpz"), pytest.param(("hsdp", "zero1-node"), marks=pytest.mark.slow)]
-)
-def test_two_models_in_one_process(names: tuple[str, str]) -> None:
-    for differences in run_ranks(4, two_at_once, names):
-        assert all(one.closed for one in differences), differences
+    assert all(one.closed for one in differences), differences
 
 
 def tensors_left(name: str, *, recompute: bool) -> int:
@@ -407,7 +396,10 @@ def test_activations_are_free_after_backward(name: str, recompute: bool) -> None
     assert run_ranks(4, partial(tensors_left, name, recompute=recompute)) == [0] * 4
 
 
-def is_freed(name: str) -> bool:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero1-node", "ddp", "hpz"])
+@on_ranks(4)
+def test_a_model_nobody_needs_is_freed(name: str) -> None:
     """Whether a model without references is freed, together with its optimizer."""
     model = tw.shard(build(), plan(name))
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
@@ -420,15 +412,7 @@ def is_freed(name: str) -> bool:
     del model, optimizer
     for _ in range(3):  # a collection finds what the one before has made unreachable
         gc.collect()
-    return all(one() is None for one in left)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["zero3", "zero1-node", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hpz"))]
-)
-def test_a_model_nobody_needs_is_freed(name: str) -> None:
-    assert all(run_ranks(4, is_freed, name))
+    assert all(one() is None for one in left)
 
 
 # -- sums, repeated backwards, clipping ------------------------------------------------------------------------
@@ -436,7 +420,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marked", [True, False])
 def test_sum_instead_of_mean(marked: bool, part: str) -> None:
     cases = {name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES}
     assert_parity(4, part_of(part, cases))
@@ -532,10 +516,8 @@ def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     ("grad_reduce", "names"),
     [
         ("mean", ("zero3",)),
-        pytest.param(
-            "mean", ("zero1", "amsp-30b", "hpz", "ddp", "zero2", "zero1-node", "hsdp"), marks=pytest.mark.slow
-        ),
-        pytest.param("sum", SHAPES, marks=pytest.mark.slow),
+        ("mean", ("zero1", "amsp-30b", "hpz", "ddp", "zero2", "zero1-node", "hsdp")),
+        ("sum", SHAPES),
     ],
     ids=["mean", "mean, other shapes", "sum"],
 )

@@ -95,7 +95,7 @@ def against_torch(kind: str, plan: tw.Plan, micro_batches: int) -> Gap:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("micro_batches", [2, 1])
 @pytest.mark.parametrize(("kind", "name"), [("fsdp2", "zero3"), ("hsdp", "hsdp"), ("ddp", "ddp"), ("zero", "zero1")])
 def test_fp32_is_torchs(kind: str, name: str, micro_batches: int) -> None:
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32")

@@ -86,7 +86,7 @@ def compare(plans: list[tuple[str, str]], num_micro_batches: int) -> list[tuple[
 
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize("num_micro_batches", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_micro_batches", [4, 1])
 def test_updates_differ_by_one_rounding_for_each_reduction(num_micro_batches: int, part: str) -> None:
     names = list(part_of(part, dict.fromkeys(PLANS)))
     plans = [(make_plan(name), make_plan(name, accumulate_dtype="bfloat16")) for name in names]

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.failing import train
 from tests.support.training.ordered import Outcome, assert_ordered, check_cases, preset, small_chunks
 from tests.support.training.parity import Case, alone, gap, sharded
@@ -24,7 +25,13 @@ pytestmark = pytest.mark.ranks
 NAMES = ("ddp", "zero1", "zero2", "zero3", "hpz")
 
 
-def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "micro_batches"),
+    [(("zero1", "zero3"), 2), (NAMES, 2), ((*NAMES, "hsdp", "amsp-30b", "mics", "zero1-node"), 1)],
+)
+@on_ranks(4)
+def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches: int) -> None:
     """For each preset, how training in chunks differs from training alone; empty if it does not."""
     differences = {}
     with small_chunks():
@@ -32,21 +39,7 @@ def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
             case = Case(preset(name, bucket_chunks=3), micro_batches)
             difference = gap(sharded(case), alone(dist.get_world_size(), micro_batches))
             differences[name] = "" if difference.closed else str(difference)
-    return differences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "micro_batches"),
-    [
-        (("zero1", "zero3"), 2),
-        pytest.param(NAMES, 2, marks=pytest.mark.slow),
-        pytest.param((*NAMES, "hsdp", "amsp-30b", "mics", "zero1-node"), 1, marks=pytest.mark.slow),
-    ],
-)
-def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches: int) -> None:
-    for differences in run_ranks(4, check_parity, names, micro_batches):
-        assert differences == dict.fromkeys(names, "")
+    assert differences == dict.fromkeys(names, "")
 
 
 def trained_with_codecs(chunks: int) -> list[float]:
@@ -86,12 +79,12 @@ def follow_chunks(name: str, micro_batches: int) -> tuple[int, int]:
     [
         ("zero1-node", 2),
         ("zeropp", 1),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
-        pytest.param("zero2", 2, marks=pytest.mark.slow),
-        pytest.param("zero3", 2, marks=pytest.mark.slow),
-        pytest.param("hpz", 1, marks=pytest.mark.slow),
-        pytest.param("amsp-30b", 2, marks=pytest.mark.slow),
-        pytest.param("thinwire", 2, marks=pytest.mark.slow),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("hpz", 1),
+        ("amsp-30b", 2),
+        ("thinwire", 2),
     ],
 )
 def test_the_runtime_performs_the_chunks_of_the_program(name: str, micro_batches: int) -> None:
@@ -167,9 +160,7 @@ def check_streams_of_chunks(names: tuple[str, ...]) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("ddp", "zero1", "hpz", "zeropp", "thinwire"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("zero3",), ("ddp", "zero1", "hpz", "zeropp", "thinwire")])
 def test_chunks_order_every_access(names: tuple[str, ...]) -> None:
     assert_ordered(run_ranks(4, check_streams_of_chunks, names))
 

@@ -141,7 +141,7 @@ ORDERS = ((1, 2), (0, 2), (2, 1, 0), (0, 1, 1, 2, 0))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 @on_ranks(4)
 def test_gradients_in_any_order_after_units_have_settled(name: str) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # create_graph

@@ -41,9 +41,6 @@ def check(kind: str, preset: str, *, adapted: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "preset", "adapted"),
-    [pytest.param("llama-tied", "zero1", False, marks=pytest.mark.slow), ("llama", "zero3", True)],
-)
+@pytest.mark.parametrize(("kind", "preset", "adapted"), [("llama-tied", "zero1", False), ("llama", "zero3", True)])
 def test_whole_models_and_adapters(kind: str, preset: str, adapted: bool) -> None:
     run_ranks(4, partial(check, kind, preset, adapted=adapted))

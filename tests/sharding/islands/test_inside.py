@@ -165,7 +165,7 @@ def saved_twice(toml: str, first: str, second: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_a_save_in_the_background_keeps_the_exchange_under_way(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **LATE})
     assert all(run_ranks(4, saved_twice, plan.to_toml(), str(tmp_path / "first"), str(tmp_path / "second")))
@@ -217,7 +217,7 @@ EXCHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way", "visible"])
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **islands})
     outcomes = run_ranks(4, on_streams, plan.to_toml())
@@ -229,7 +229,7 @@ def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_checkpoints_during_an_exchange_order_every_access(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **LATE})
     paths = str(tmp_path / "first"), str(tmp_path / "second")

@@ -242,12 +242,7 @@ def resumed(toml: str, path: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "local", "islands"),
     [
-        pytest.param(
-            "ddp",
-            2,
-            {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True},
-            marks=pytest.mark.slow,
-        ),
+        ("ddp", 2, {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True}),
         ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
         ("zero3", 2, {"every": 4, "fragments": 2}),
         ("zero3", 2, {"every": 4, "fragments": 2, "delay": 1, **VISIBLE}),
@@ -280,7 +275,7 @@ def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("delay", [0, 2])
 def test_other_numbers_of_islands_start_from_what_all_agreed_on(delay: int, tmp_path: Any) -> None:
     islands = {"count": 2, "every": 4, "delay": delay}
     first, second, *_ = run_ranks(4, saved_by, plan_of(local=2, islands=islands).to_toml(), str(tmp_path / "saved"))

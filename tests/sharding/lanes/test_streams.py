@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
 from tests.support.training.ordered import Outcome, assert_ordered, check_cases, checked, preset
 from tests.support.training.parity import Case, distinct_presets, valid_plans
@@ -269,9 +270,9 @@ def check_loops(names: tuple[str, ...], answers: Answer, loops: Sequence[Callabl
     ("names", "answers", "loops"),
     [
         (("zero3",), "never", LOOPS[::2]),
-        pytest.param(("zero3",), "never", LOOPS[1::2], marks=pytest.mark.slow),
+        (("zero3",), "never", LOOPS[1::2]),
         *(
-            pytest.param(("ddp", "zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, LOOPS, marks=pytest.mark.slow)
+            (("ddp", "zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, LOOPS)
             for answers in ("never", "always", "random")
         ),
     ],
@@ -398,9 +399,9 @@ def assert_ends_ordered(name: str, own: bool, endings: tuple[Ending, ...]) -> No
     ("name", "own", "endings"),
     [
         ("zero3", False, ENDINGS[::2]),
-        pytest.param("zero3", False, ENDINGS[1::2], marks=pytest.mark.slow),
+        ("zero3", False, ENDINGS[1::2]),
         *(
-            pytest.param(name, own, ENDINGS, marks=pytest.mark.slow)
+            (name, own, ENDINGS)
             for name, own in itertools.product(("zero1", "zero3", "ddp", "thinwire"), (True, False))
             if (name, own) != ("zero3", False)
         ),
@@ -415,7 +416,10 @@ def test_usual_ends_of_a_step_order_every_access() -> None:
     assert_ends_ordered("zero1", True, (clipped, edited))
 
 
-def check_scaled(name: str, fused: bool) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fused"), [("zero3", False), *(("zeropp", fused) for fused in (False, True))])
+@on_ranks(4)
+def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
     """Hazards of steps in float16, one of which is skipped: by the device, if the optimizer is fused."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
@@ -429,20 +433,13 @@ def check_scaled(name: str, fused: bool) -> list[str]:
             scale.scale(factor * model(torch.arange(6).view(2, 3)).float().square().mean()).backward()
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
+    hazards = [str(hazard) for hazard in check.hazards]
+    assert not hazards, "\n".join(hazards[:3])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("zero3", False), *(pytest.param("zeropp", fused, marks=pytest.mark.slow) for fused in (False, True))],
-)
-def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
-    for hazards in run_ranks(4, check_scaled, name, fused):
-        assert not hazards, "\n".join(hazards[:3])
-
-
-def check_progress() -> list[str]:
+@on_ranks(4)
+def test_the_end_of_encoding_orders_every_access() -> None:
     """Hazards of steps whose gradients are encoded no longer, and then again, from before an update on."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
@@ -455,16 +452,13 @@ def check_progress() -> list[str]:
             tw.progress(model, share)
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
+    hazards = [str(hazard) for hazard in check.hazards]
+    assert not hazards, "\n".join(hazards[:3])
 
 
 @pytest.mark.slow
-def test_the_end_of_encoding_orders_every_access() -> None:
-    for hazards in run_ranks(4, check_progress):
-        assert not hazards, "\n".join(hazards[:3])
-
-
-def check_clipping_of_slices() -> list[str]:
+@on_ranks(4)
+def test_clipping_of_slices_orders_every_access() -> None:
     """Hazards of clipping under tensor parallelism, where ranks measure the parameters that they alone hold."""
     with check_streams("never") as check:
         plan = grids.plan_for(2, 2, 1)
@@ -475,13 +469,8 @@ def check_clipping_of_slices() -> list[str]:
             model.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
-
-
-@pytest.mark.slow
-def test_clipping_of_slices_orders_every_access() -> None:
-    for hazards in run_ranks(4, check_clipping_of_slices):
-        assert not hazards, "\n".join(hazards[:3])
+    hazards = [str(hazard) for hazard in check.hazards]
+    assert not hazards, "\n".join(hazards[:3])
 
 
 # -- workers ---------------------------------------------------------------------------------------------------
@@ -594,7 +583,7 @@ def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     [
         ("zero3", "never"),
         ("zero3, input gradients", "never"),
-        *(pytest.param(name, "random", marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
+        *((name, "random") for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
     ],
 )
 def test_a_model_may_use_streams_of_its_own(name: str, answers: Answer) -> None:
@@ -653,9 +642,7 @@ def check_faults(names: tuple[str, ...]) -> dict[str, set[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("zero1", "zero2", "hpz", "thinwire", "zeropp"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("zero3",), ("zero1", "zero2", "hpz", "thinwire", "zeropp")])
 def test_planted_faults_are_found(names: tuple[str, ...]) -> None:
     for kinds in run_ranks(4, check_faults, names):
         for name in names:
@@ -699,7 +686,7 @@ def save_while_training(name: str, directory: str, answers: Answer) -> tuple[lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("answers", ["never", "random"])
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_a_save_in_the_background_writes_what_has_arrived(name: str, tmp_path: Path, answers: Answer) -> None:
     for hazards, began, saved in run_ranks(4, save_while_training, name, str(tmp_path), answers):

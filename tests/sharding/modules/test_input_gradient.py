@@ -77,12 +77,8 @@ def parity_cases(names: tuple[str, ...], granularities: tuple[str, ...]) -> dict
     ("names", "granularities"),
     [
         (("zero3",), ("module",)),
-        pytest.param(("zero3",), ("block",), marks=pytest.mark.slow),
-        pytest.param(
-            ("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"),
-            ("module", "block"),
-            marks=pytest.mark.slow,
-        ),
+        (("zero3",), ("block",)),
+        (("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"), ("module", "block")),
     ],
     ids=str,
 )
@@ -118,36 +114,33 @@ def gpt() -> GPT:
     return GPT(GPTConfig(vocab=64, hidden=32, layers=2, heads=2, ffn=48, seq=16))
 
 
-def with_and_without(fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]) -> list[list[list[float]]]:
-    return [
-        [losses(model, {**fields, "overlap": {"input_gradient": first}}) for first in (False, True)] for model in models
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "models"),
     [
         ({"granularity": "module", "compute_dtype": "bfloat16"}, (llama,)),
-        pytest.param({"granularity": "module", "compute_dtype": "bfloat16"}, (gpt,), marks=pytest.mark.slow),
-        pytest.param({"granularity": "module", "recompute": True}, (llama, gpt), marks=pytest.mark.slow),
-        pytest.param({}, (llama, gpt), marks=pytest.mark.slow),
+        ({"granularity": "module", "compute_dtype": "bfloat16"}, (gpt,)),
+        ({"granularity": "module", "recompute": True}, (llama, gpt)),
+        ({}, (llama, gpt)),
     ],
     ids=["llama", "gpt", "recomputed", "blocks"],
 )
+@on_ranks(4)
 def test_built_in_models_train_alike_bit_by_bit(
     fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]
 ) -> None:
-    for curves in run_ranks(4, with_and_without, fields, models):
-        for torchs_order, weights_first in curves:
-            assert torchs_order == weights_first
+    curves = [
+        [losses(model, {**fields, "overlap": {"input_gradient": first}}) for first in (False, True)] for model in models
+    ]
+    for torchs_order, weights_first in curves:
+        assert torchs_order == weights_first
 
 
 SCRIPTS = (two_forwards_one_backward, two_forwards_two_backwards, retained_graph, second_order)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("scripts", [(second_order,), SCRIPTS], ids=len)
 @on_ranks(4)
 def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
     for script in scripts:
@@ -162,9 +155,9 @@ MODELS = (Stack, TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice, LowRan
     ("models", "recompute"),
     [
         ((TiedAcrossBlocks, CalledTwice), False),
-        pytest.param(MODELS, False, marks=pytest.mark.slow),
-        pytest.param((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True, marks=pytest.mark.slow),
-        pytest.param(CHECKPOINTED, False, marks=pytest.mark.slow),
+        (MODELS, False),
+        ((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True),
+        (CHECKPOINTED, False),
     ],
     ids=["shared weights", "models", "recomputed", "checkpointed by the user"],
 )
@@ -282,7 +275,8 @@ def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
             assert [m for m in trace.backward if m[0] not in late] == [m for m in assumed.backward if m[0] not in late]
 
 
-def sharded_twice() -> set[str]:
+@on_ranks(4)
+def test_layers_may_have_been_sharded_before() -> None:
     """Layers that were sharded by themselves become units of a larger model, whose input is a leaf with a gradient."""
     first = plan("zero3", overlap={"input_gradient": True})
     model = Wedge()
@@ -292,12 +286,8 @@ def sharded_twice() -> set[str]:
     x = torch.randn(5, 8, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None
-    return early(model)
-
-
-def test_layers_may_have_been_sharded_before() -> None:
-    for names in run_ranks(4, sharded_twice):
-        assert names == {"layers.0", "layers.1", "layers.2"}
+    names = early(model)
+    assert names == {"layers.0", "layers.1", "layers.2"}
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

@@ -52,9 +52,7 @@ def test_the_runtime_performs_the_program(names: tuple[str, ...], labels: tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("hpz", "amsp-30b", "mics"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("hpz", "amsp-30b", "mics")], ids=" ".join)
 def test_training_is_the_same(names: tuple[str, ...]) -> None:
     assert_parity(
         4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
@@ -77,7 +75,7 @@ def test_kept_units_hold_what_was_decoded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["some", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("label", ["some", "everything"])
 def test_every_access_is_ordered(label: str) -> None:
     assert_ordered(run_ranks(4, check_cases, {label: Case(preset("zero3", **OPTIONS[label]), 2)}, "never"))
 

@@ -22,7 +22,7 @@ MODULES = {"granularity": "module", **TOGETHER}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("zero3",), pytest.param(("hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=" ".join)
+@pytest.mark.parametrize("names", [("zero3",), ("hpz", "amsp-30b")], ids=" ".join)
 def test_modules_take_as_many_collectives_as_blocks(names: tuple[str, ...]) -> None:
     """Counted in what ranks did, which is what the program says."""
     plans = [plan(name, **fields).to_toml() for name in names for fields in ({}, {"granularity": "module"}, MODULES)]
@@ -45,9 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("amsp-30b", "hpz", "mics", "amsp-13b"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "hpz", "mics", "amsp-13b")], ids=" ".join)
 def test_training_is_the_same(names: tuple[str, ...]) -> None:
     assert_parity(
         4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
@@ -66,8 +64,8 @@ def test_tied_and_repeated_layers_train_alike() -> None:
     ("names", "codecs"),
     [
         (("zero3",), ("int4:256,stochastic",)),
-        pytest.param(("zero3",), ("mpc",), marks=pytest.mark.slow),
-        pytest.param(("zero3", "hpz"), ("int8:256", "int8:tensor", "zfp:16"), marks=pytest.mark.slow),
+        (("zero3",), ("mpc",)),
+        (("zero3", "hpz"), ("int8:256", "int8:tensor", "zfp:16")),
     ],
 )
 def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: tuple[str, ...]) -> None:
@@ -82,9 +80,7 @@ def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "codec", ["int8:256", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("none", "mpc"))]
-)
+@pytest.mark.parametrize("codec", ["int8:256", "none", "mpc"])
 def test_parameters_that_are_spread_together_are_the_same_to_the_bit(codec: str) -> None:
     wire = {"spread": codec, "spread_difference": False, "exclude": ["*norm*"]}
     pairs = [

@@ -150,20 +150,6 @@ def test_training_goes_on_bit_for_bit(preset: str, options: dict[str, Any]) -> N
     assert all(map(torch.equal, held(model), held(other)))
 
 
-def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
-    with check_streams("never") as check:
-        plan = tw.Plan.preset(preset, nodes=2, local=2, bucket_bytes=1, **options)
-        model = tw.shard(build(Stack), plan, codec_backend="reference")
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
-        mean = tw.average(model, decay=0.5)
-        for step in range(3):
-            train(model, optim, [step], mean)
-            with mean.applied(), torch.no_grad():
-                if step:  # or the weights come back while the average is on its way
-                    model(samples(9, 1, 4)[0, 0])
-    return [str(hazard) for hazard in check.hazards]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "options"),
@@ -175,8 +161,19 @@ def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
     ],
     ids=["differences", "hpz", "all on the host", "states on the host"],
 )
+@on_ranks(4)
 def test_streams_wait_for_the_average(preset: str, options: dict[str, Any]) -> None:
-    assert run_ranks(4, check_hazards, preset, options) == [[]] * 4
+    with check_streams("never") as check:
+        plan = tw.Plan.preset(preset, nodes=2, local=2, bucket_bytes=1, **options)
+        model = tw.shard(build(Stack), plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        mean = tw.average(model, decay=0.5)
+        for step in range(3):
+            train(model, optim, [step], mean)
+            with mean.applied(), torch.no_grad():
+                if step:  # or the weights come back while the average is on its way
+                    model(samples(9, 1, 4)[0, 0])
+    assert [str(hazard) for hazard in check.hazards] == []
 
 
 def check_saved(directory: str, plan: tw.Plan, rule: dict[str, Any]) -> dict[str, torch.Tensor]:

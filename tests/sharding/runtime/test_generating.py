@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import WIDTH, build, samples
 from tests.support.training.models import CalledTwice, SameBlockTwice, Stack, TiedAcrossBlocks, TiedEnds
 from torch import nn
@@ -122,7 +123,8 @@ def test_models_that_share_weights() -> None:
     run_ranks(4, unusual, toml_of("zero3", 4), ["whole", "secondary", "nothing"])
 
 
-def refuse() -> list[str]:
+@on_ranks(2)
+def test_what_is_refused() -> None:
     """What is refused, and in which words."""
     model, optim = made(toml_of("zero3", 2))
     texts = []
@@ -153,19 +155,14 @@ def refuse() -> list[str]:
         refused(enter)
     refused(lambda: enter(keep="secondary"))
     refused(lambda: enter(keep=("whole", "nothing")[dist.get_rank()]))
-    return texts
-
-
-def test_what_is_refused() -> None:
-    for texts in run_ranks(2, refuse):
-        inside, backward, nested, step, full, secondary, differ = texts
-        assert "inside a forward or a backward" in inside
-        assert backward == inside
-        assert nested.startswith("generating() inside generating()")
-        assert step.startswith("step() inside generating()")
-        assert full.startswith("generating() inside full_parameters()")
-        assert "can keep whole, nothing" in secondary
-        assert "'nothing'" in differ
+    inside, backward, nested, step, full, secondary, differ = texts
+    assert "inside a forward or a backward" in inside
+    assert backward == inside
+    assert nested.startswith("generating() inside generating()")
+    assert step.startswith("step() inside generating()")
+    assert full.startswith("generating() inside full_parameters()")
+    assert "can keep whole, nothing" in secondary
+    assert "'nothing'" in differ
 
 
 def alone() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -95,8 +96,10 @@ def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
         assert sum(extra) <= added
 
 
-def allocations_of_shards(preset: str) -> dict[str, int]:
+@on_ranks(4)
+def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
     """Number of storages that hold each kind of shard, and number of units."""
+    preset = "hpz"
     model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
     tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     buffers = [buffer for unit in runtime(model).units for buffer in unit.buffers]
@@ -108,12 +111,8 @@ def allocations_of_shards(preset: str) -> dict[str, int]:
     }
     tensors = {name: [part for part in several if part is not None] for name, several in parts.items()}
     storages = {name: len({part.untyped_storage().data_ptr() for part in several}) for name, several in tensors.items()}
-    return {**storages, "units": len(buffers)}
-
-
-def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
-    for counts in run_ranks(4, allocations_of_shards, "hpz"):
-        assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
+    counts = {**storages, "units": len(buffers)}
+    assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
 
 
 HEAP = (
@@ -134,9 +133,13 @@ def heap_bytes() -> int:
     return int(libc.mallinfo2().uordblks)
 
 
-def growth_by_exchange(number: int) -> dict[str, int]:
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
+@on_ranks(2)
+def test_control_exchanges_leave_nothing_behind() -> None:
     """Bytes by which the heap grows while each kind of control exchange is made a number of times; the least of three
     measurements, as threads allocate at any time."""
+    number = 200
     ranks = control()
     kinds = {
         "mean": lambda: ranks.all_reduce_mean([1.0, 2.0]),
@@ -151,16 +154,8 @@ def growth_by_exchange(number: int) -> dict[str, int]:
                 exchange()
             sizes.append(heap_bytes())
         grown[name] = min(after - before for before, after in itertools.pairwise(sizes))
-    return grown
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
-def test_control_exchanges_leave_nothing_behind() -> None:
-    number = 200
-    for grown in run_ranks(2, growth_by_exchange, number):
-        # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
-        assert all(size < 32 * number for size in grown.values()), grown
+    # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
+    assert all(size < 32 * number for size in grown.values()), grown
 
 
 def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
@@ -246,15 +241,12 @@ def test_units_are_updated_as_they_arrive_where_that_is_the_same(
         assert gap <= 1e-6
 
 
-def steps_seen_by_hooks() -> int:
+@on_ranks(4)
+def test_hooks_on_the_optimizer_see_one_step_a_step() -> None:
     model = tw.shard(Chain(), tw.Plan.preset("zero1", nodes=2, local=2))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     calls: list[Any] = []
     optim.register_step_post_hook(lambda *_: calls.append(None))
     for _ in range(2):
         take_step(model, optim)
-    return len(calls)
-
-
-def test_hooks_on_the_optimizer_see_one_step_a_step() -> None:
-    assert run_ranks(4, steps_seen_by_hooks) == [2] * 4
+    assert len(calls) == 2
