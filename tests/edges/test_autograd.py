@@ -52,9 +52,6 @@ from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]
-
-
 # -- forwards and backwards in any order -----------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,9 +71,6 @@ def check_skipping(plan_name: str, micro_batches: int, fields: dict[str, Any]) -
 def test_ranks_run_different_units_where_parameters_are_whole(plan_name: str, micro_batches: int) -> None:
     run_ranks(2, check_skipping, plan_name, micro_batches, {}, timeout=30)
     run_ranks(2, check_skipping, plan_name, micro_batches, {"granularity": "module", "bucket_bytes": 64}, timeout=30)
-
-
-Batch = Callable[[int], dict[str, Any]]
 
 
 def drop_layers(step: int, rank: int) -> dict[str, Any]:
