@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.frameworks.transformers import arguments, join, logged, reader, tokenizer_of, transformers
+from tests.support.frameworks.transformers import arguments, logged, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
 from tests.support.ranks import on_ranks
 
@@ -104,7 +104,6 @@ def trained(kind: type, plan: str | None, settings: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("course", [relative, leave_one_out, online])
 @on_ranks(2, timeout=280)
 def test_trainers_that_generate(tmp_path: Path, course: Callable[..., Any]) -> None:
-    join()
     if dist.get_rank() == 0:
         reader(len(parts()[1])).save_pretrained(tmp_path / "model")  # from which trainers also make their references
     dist.barrier()

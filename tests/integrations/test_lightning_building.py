@@ -130,26 +130,21 @@ def fit(folder: str, kind: type[Configured], where: str) -> tuple[list[float], l
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "where"), [(Large, ""), (Configured, "meta")])
+@on_ranks(2)
 def test_configure_model_equals_ddp(tmp_path: Path, kind: type[Configured], where: str) -> None:
-    reference, losses = run_ranks(2, fit, str(tmp_path), kind, where)[0]
+    reference, losses = fit(str(tmp_path), kind, where)
     assert len(losses) == 8
     assert losses == pytest.approx(reference, rel=1e-5)
 
 
-def refusals(folder: str) -> list[str]:
-    said = []
-    for where in ("twice", "meta without values"):
-        with pytest.raises(UsageError) as caught:
-            fit(folder, Configured, where)
-        said.append(str(caught.value))
-    return said
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
-    twice, without = run_ranks(2, refusals, str(tmp_path))[0]
-    assert "is new in Configured, which is sharded" in twice
-    assert "head is a MultiheadAttention on the meta device without reset_parameters()" in without
+    with pytest.raises(UsageError, match="is new in Configured, which is sharded"):
+        fit(str(tmp_path), Configured, "twice")
+    sentence = r"head is a MultiheadAttention on the meta device without reset_parameters\(\)"
+    with pytest.raises(UsageError, match=sentence):
+        fit(str(tmp_path), Configured, "meta without values")
 
 
 @on_ranks(2)

@@ -17,7 +17,6 @@ from tests.support.frameworks.transformers import (
     arguments,
     assert_alike,
     build,
-    join,
 )
 from tests.support.ranks import on_ranks
 
@@ -110,7 +109,6 @@ def train(directory: Path, plan: str | None, settings: Settings) -> Results:
 @pytest.mark.slow
 @on_ranks(2, timeout=600)
 def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
-    join()
     for name, settings in SETTINGS.items():
         want, got = (train(tmp_path / str(plan), plan, settings) for plan in (None, "zero3"))
         assert want.logs, name
@@ -170,7 +168,6 @@ def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any
 
 @on_ranks(2)
 def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
-    join()
     for kind in ("whole", "a part", "of a subclass"):
         want, got = (with_optimizers(tmp_path / kind / str(plan), plan, kind) for plan in (None, "zero3"))
         assert all(map(torch.equal, got, want)), kind
@@ -201,7 +198,6 @@ def with_little_memory(directory: Path, plan: str | None) -> tuple[list[torch.Te
 
 @on_ranks(2)
 def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
-    join()
     want, size = with_little_memory(tmp_path / "ddp", None)
     for plan in ("zero3", "zero1"):
         got, found = with_little_memory(tmp_path / plan, plan)
@@ -229,7 +225,6 @@ def checkpoints(directory: Path) -> list[str]:
 
 def resume_weights_only(directory: Path) -> tuple[list[list[float]], list[str]]:
     """Losses after a checkpoint of ``save_only_model`` under DDP and thinwire; a refusal of a checkpoint of DDP."""
-    join()
     losses = []
     for plan in (None, "zero3"):
         place = directory / str(plan)
@@ -255,7 +250,6 @@ def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_pat
 
 def resume_latest(directory: Path) -> tuple[list[str], float, float]:
     """The checkpoints that are kept, and the last losses of a run and of one that went on from the latest of them."""
-    join()
     whole = trained(directory, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
     kept = checkpoints(directory)
     dist.barrier()
@@ -301,7 +295,6 @@ class Witness(transformers.TrainerCallback):  # type: ignore[misc]
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
-    join()
     witnesses = []
     for plan in (None, "zero3"):
         witness = Witness()
@@ -316,7 +309,6 @@ def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
-    join()
     ends = []
     for plan in (None, "zero3"):
         trainer = trained(

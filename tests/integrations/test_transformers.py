@@ -18,7 +18,6 @@ from tests.support.frameworks.transformers import (
     arguments,
     assert_alike,
     build,
-    join,
     logged,
     reader,
     tokenizer_of,
@@ -50,7 +49,6 @@ def train(directory: Path, plan: str | None, resume: Path | None = None, **optio
 
 
 def compare(directory: Path, settings: Sequence[tuple[int, float]], plans: Sequence[str]) -> None:
-    join()
     for accumulation, clip in settings:
         options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clip, "eval_strategy": "steps",
                    "eval_steps": 7, "gradient_checkpointing": accumulation == 1}  # fmt: skip
@@ -74,12 +72,10 @@ def test_it_trains_as_ddp_does_under_other_settings(tmp_path: Path) -> None:
 
 
 def save_and_expect(directory: Path, plan: str) -> Results:
-    join()
     return train(directory, plan, per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=6)
 
 
 def resume_elsewhere(directory: Path, plan: str) -> Results:
-    join()
     checkpoint = directory / "checkpoint-6"
     return train(directory, plan, checkpoint, per_device_train_batch_size=4, max_steps=12, save_strategy="no")
 
@@ -107,7 +103,6 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
 
 def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
     """Bytes of one step, those that the program predicts, and the steps after a second call."""
-    join()
     settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
@@ -131,7 +126,6 @@ def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, wo
 
 def generate(directory: Path) -> list[list[int]]:
     """What the model generates in the middle of a training, and by itself."""
-    join()
     settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
@@ -151,7 +145,6 @@ def test_models_generate(tmp_path: Path) -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=120)
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    join()
     settings = arguments(
         tmp_path, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
@@ -177,7 +170,6 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any
 
 @on_ranks(2)
 def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
-    join()
     options = {"plan": "zero3", "max_steps": 1, "bf16_full_eval": True}
     settings = arguments(tmp_path, ThinwireArguments, **options)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
@@ -204,7 +196,6 @@ def in_half_precision(directory: Path, scale: float, resume: Path | None = None)
 
 def half_precision(directory: Path) -> tuple[Results, Results, Results, Results]:
     """Runs in float32 and float16, one in float16 with steps that overflow, and its resumption after eight steps."""
-    join()
     return (
         train(directory / "whole", "zero3", max_steps=12, warmup_steps=0),
         in_half_precision(directory / "half", 2.0**16),
@@ -232,7 +223,6 @@ def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None
 
 
 def compiled(directory: Path) -> tuple[Results, Results]:
-    join()
     options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
     return train(directory / "ddp", None, max_steps=4), train(directory / "compiled", "zero3", **options)
 
@@ -245,7 +235,6 @@ def test_compiled_models_train_as_under_ddp(tmp_path: Path) -> None:
 
 def automatic(directory: Path) -> tuple[str, list[float]]:
     """The plan that ``auto`` chooses, and losses under it."""
-    join()
     settings = arguments(directory, ThinwireArguments, plan="auto", sequence_length=LENGTH, max_steps=8)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
@@ -264,7 +253,6 @@ def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
 
 def raced(directory: Path, profile: str) -> tuple[list[str], str, list[Any], list[Any]]:
     """What ``auto`` says of a race, the plan that it takes, and logs of training with ``auto`` and with that plan."""
-    join()
     logs, plan = [], None
     with heard() as said:
         for name in ("auto", "named"):
@@ -298,7 +286,6 @@ def test_training_after_a_race_is_that_of_the_plan_which_it_took(tmp_path: Path)
 
 def adapters(directory: Path, plan: str | None) -> Results:
     peft = pytest.importorskip("peft")
-    join()
     torch.manual_seed(0)
     model = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     if plan is None:
@@ -343,7 +330,6 @@ def supervised(directory: Path, plan: str | None) -> list[dict[str, float]]:
 
     from thinwire.integrations.transformers import ThinwireTrainerMixin
 
-    join()
     text = TEXT.read_text()
     tokenizer = tokenizer_of(text)
     data = datasets.Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]})
@@ -368,7 +354,6 @@ def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
 
     from thinwire.integrations.transformers import ThinwireTrainerMixin
 
-    join()
     text = TEXT.read_text()
     tokenizer = tokenizer_of(text)
     parts = [text[i : i + 20] for i in range(0, 2400, 20)]

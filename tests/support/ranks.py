@@ -18,18 +18,19 @@ from thinwire.testing import run_ranks
 Test = Callable[..., None]
 
 
-def on_ranks(world: int, *, timeout: float = 120.0) -> Callable[[Test], Test]:
+def on_ranks(world: int | str, *, timeout: float = 120.0) -> Callable[[Test], Test]:
     """Let every rank of a job call a test, with the arguments that pytest gives it.
 
     Args:
-        world: Number of ranks.
+        world: Number of ranks, or the name of the argument that says it.
         timeout: Seconds until the ranks are killed.
     """
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def start(**arguments: Any) -> None:
-            run_ranks(world, _call, test.__module__, test.__name__, arguments, timeout=timeout)
+            ranks = arguments[world] if isinstance(world, str) else world
+            run_ranks(ranks, _call, test.__module__, test.__name__, arguments, timeout=timeout)
 
         return start
 

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 import lightning.pytorch as pl  # noqa: E402
 from tests.support.frameworks.fabric import fabric_of  # noqa: E402
 from tests.support.frameworks.lightning import trainer as lightning_trainer  # noqa: E402
-from tests.support.frameworks.transformers import Text, arguments, build, join  # noqa: E402
+from tests.support.frameworks.transformers import Text, arguments, build  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
@@ -117,7 +117,6 @@ def check_files(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:
 )
 @on_ranks(2)
 def test_each_writes_the_whole_model(course: Course, tmp_path: Path) -> None:
-    join()
     model, saves = course(tmp_path)
     saves.save_pretrained(tmp_path / "saved")
     states = tw.full_state_dict(model)

@@ -21,7 +21,7 @@ from thinwire.testing import run_ranks
 transformers = pytest.importorskip("transformers")
 
 from tests.support.families.tiny import random_model  # noqa: E402
-from tests.support.frameworks.transformers import Text, arguments, build, join  # noqa: E402
+from tests.support.frameworks.transformers import Text, arguments, build  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
@@ -107,7 +107,6 @@ def by_accelerate(folder: Path) -> None:
 @pytest.mark.parametrize("course", [by_the_trainer, by_accelerate], ids=lambda course: course.__name__)
 @on_ranks(2)
 def test_plug_ins_write_the_same(course: Callable[[Path], None], tmp_path: Path) -> None:
-    join()
     course(tmp_path)
 
 
