@@ -22,7 +22,6 @@ from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -223,50 +222,35 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint-*"))
 
 
-def resume_weights_only(directory: Path) -> tuple[list[list[float]], list[str]]:
-    """Losses after a checkpoint of ``save_only_model`` under DDP and thinwire; a refusal of a checkpoint of DDP."""
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_path: Path) -> None:
+    """After a checkpoint of ``save_only_model``; and after a checkpoint of DDP."""
     losses = []
     for plan in (None, "zero3"):
-        place = directory / str(plan)
+        place = tmp_path / str(plan)
         trained(place, plan, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=True)
         again = trained(place, plan, str(place / "checkpoint-2"), max_steps=4)
         losses.append([entry["loss"] for entry in again.state.log_history if "loss" in entry])
-    trained(directory / "whole", None, max_steps=2, save_strategy="steps", save_steps=2)
-    messages = []
-    try:
-        trained(directory / "whole", "zero3", str(directory / "whole/checkpoint-2"), max_steps=4)
-    except UsageError as error:
-        messages.append(str(error))
-    return losses, messages
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    trained(tmp_path / "whole", None, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(UsageError, match=r"optimizer\.pt was saved without thinwire"):
+        trained(tmp_path / "whole", "zero3", str(tmp_path / "whole/checkpoint-2"), max_steps=4)
 
 
 @pytest.mark.slow
-def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_path: Path) -> None:
-    for (want, got), messages in run_ranks(2, resume_weights_only, tmp_path, timeout=200):
-        assert got == pytest.approx(want, rel=2e-4)
-        assert len(messages) == 1
-        assert "optimizer.pt was saved without thinwire" in messages[0]
-
-
-def resume_latest(directory: Path) -> tuple[list[str], float, float]:
-    """The checkpoints that are kept, and the last losses of a run and of one that went on from the latest of them."""
-    whole = trained(directory, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
-    kept = checkpoints(directory)
+@on_ranks(2, timeout=200)
+def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
+    """Where the last of them is gone."""
+    whole = trained(tmp_path, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
+    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-7"]
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(directory / kept[-1])
+        shutil.rmtree(tmp_path / "checkpoint-7")
     dist.barrier()
-    again = trained(directory, "zero3", True, max_steps=7)
-    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again)]
-    return kept, losses[0], losses[1]
-
-
-@pytest.mark.slow
-def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
-    for kept, want, got in run_ranks(2, resume_latest, tmp_path, timeout=200):
-        assert len(kept) == 2
-        assert kept == ["checkpoint-6", "checkpoint-7"]
-        assert got == pytest.approx(want, rel=1e-4)
+    again = trained(tmp_path, "zero3", True, max_steps=7)
+    want, got = ([entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again))
+    assert got == pytest.approx(want, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------ callbacks

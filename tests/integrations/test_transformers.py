@@ -101,9 +101,11 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ other loops
 
 
-def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
-    """Bytes of one step, those that the program predicts, and the steps after a second call."""
-    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks("world", timeout=120)
+def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
+    settings = arguments(tmp_path, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
     tw.traffic(trainer.model)
@@ -112,34 +114,22 @@ def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
     sent = sum(sum(by_scope.values()) for by_scope in tw.traffic(trainer.model).values())
     programs = runtime(trainer.model).schedule.programs
     by_lane = programs.program(2, clip=True).traffic()
-    predicted = 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
-    return sent, predicted, trainer.state.global_step
+    assert sent == 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
+    assert trainer.state.global_step == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
-    for sent, predicted, steps in run_ranks(world, bytes_and_second_call, tmp_path, timeout=120):
-        assert sent == predicted
-        assert steps == 4
-
-
-def generate(directory: Path) -> list[list[int]]:
-    """What the model generates in the middle of a training, and by itself."""
-    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=2)
+@on_ranks(2)
+def test_models_generate(tmp_path: Path) -> None:
+    """In the middle of a training as by themselves."""
+    settings = arguments(tmp_path, ThinwireArguments, plan="zero3", max_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
     prompt = torch.arange(4)[None]
     sharded = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)
     alone = build()
     alone.load_state_dict(tw.full_state_dict(trainer.model))
-    return [sharded.tolist(), alone.generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
-
-
-@pytest.mark.slow
-def test_models_generate(tmp_path: Path) -> None:
-    for sharded, alone in run_ranks(2, generate, tmp_path):
-        assert sharded == alone
+    assert torch.equal(sharded, alone.generate(prompt, max_new_tokens=5, do_sample=False))
 
 
 @pytest.mark.slow
@@ -194,19 +184,14 @@ def in_half_precision(directory: Path, scale: float, resume: Path | None = None)
     return Results(trainer.state.log_history, tw.full_state_dict(trainer.model))
 
 
-def half_precision(directory: Path) -> tuple[Results, Results, Results, Results]:
-    """Runs in float32 and float16, one in float16 with steps that overflow, and its resumption after eight steps."""
-    return (
-        train(directory / "whole", "zero3", max_steps=12, warmup_steps=0),
-        in_half_precision(directory / "half", 2.0**16),
-        in_half_precision(directory / "overflow", 2.0**20),
-        in_half_precision(directory / "resumed", 2.0**16, directory / "overflow/checkpoint-8"),
-    )
-
-
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None:
-    whole, half, overflow, resumed = run_ranks(2, half_precision, tmp_path, timeout=200)[0]
+    """Beside float32; with steps that overflow, and resumed after eight steps."""
+    whole = train(tmp_path / "whole", "zero3", max_steps=12, warmup_steps=0)
+    half = in_half_precision(tmp_path / "half", 2.0**16)
+    overflow = in_half_precision(tmp_path / "overflow", 2.0**20)
+    resumed = in_half_precision(tmp_path / "resumed", 2.0**16, tmp_path / "overflow/checkpoint-8")
     for one, other in zip(half.logs[:12], whole.logs[:12], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
@@ -222,15 +207,12 @@ def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def compiled(directory: Path) -> tuple[Results, Results]:
-    options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    return train(directory / "ddp", None, max_steps=4), train(directory / "compiled", "zero3", **options)
-
-
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_compiled_models_train_as_under_ddp(tmp_path: Path) -> None:
-    for want, got in run_ranks(2, compiled, tmp_path, timeout=200):
-        assert_alike(got, want)
+    options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    want = train(tmp_path / "ddp", None, max_steps=4)
+    assert_alike(train(tmp_path / "compiled", "zero3", **options), want)
 
 
 def automatic(directory: Path) -> tuple[str, list[float]]:
