@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.behaviours.models import Stack
 from tests.support.ranks import on_ranks
+from tests.support.said import heard
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -244,18 +243,6 @@ def test_a_mean_teacher_goes_on_from_a_checkpoint(tmp_path: Path, fast: bool, st
     run_ranks(2, partial(check_teacher_resumes, str(tmp_path / "saved"), fast=fast, steps=steps))
 
 
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """The warnings of the block."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("thinwire")
-    log.addHandler(handler)
-    yield texts
-    log.removeHandler(handler)
-
-
 @on_ranks(2)
 def test_updates_that_round_are_told() -> None:
     for changes, why in (
@@ -266,7 +253,7 @@ def test_updates_that_round_are_told() -> None:
         if not changes:
             tw.average(model, decay=0.9)
         before = tw.full_state_dict(model)["first.weight"]
-        with heard() as warnings, torch.no_grad():
+        with heard(logging.WARNING) as warnings, torch.no_grad():
             model.first.weight.mul_(0.5)
             model.first.bias.mul_(0.5)
         said = [text for text in warnings if why in text and text.startswith("first.weight was frozen")]
