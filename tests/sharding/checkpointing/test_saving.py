@@ -260,7 +260,7 @@ def resident() -> int:
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_save_takes_no_more_memory_than_its_copy(tmp_path: Path) -> None:
-    """Bytes of the process that a save in the background adds, over the bytes of what this rank saves."""
+    """Of what this rank saves, in the background."""
     model = tw.shard(nn.Linear(2048, 2048), Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32"))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=0.1)
     model(torch.randn(1, 2048)).sum().backward()

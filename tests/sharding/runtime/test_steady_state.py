@@ -20,7 +20,6 @@ from thinwire.collectives import memory
 from thinwire.collectives.group import control
 from thinwire.program.timeline import COMPUTE, WAITING
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -63,44 +62,34 @@ def large_allocations(model: nn.Module, optim: torch.optim.Optimizer) -> list[in
     return counts
 
 
-def count(preset: str | None) -> tuple[list[int], int, int]:
-    """Large allocations of each of three steps, how many of them made communication buffers that are kept from then on,
-    and how many such buffers there are."""
-    model: nn.Module = Chain()
-    if preset is None:
-        return large_allocations(model, torch.optim.SGD(model.parameters(), lr=1e-2)), 0, 0
-    model = tw.shard(model, tw.Plan.preset(preset, nodes=2, local=2, compute_dtype="float32"))
-    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
-    for _ in range(3):
-        take_step(model, optim)
-    before = num_blocks()
-    num_large = large_allocations(model, optim)
-    return num_large, num_blocks() - before, num_blocks()
-
-
 def num_blocks() -> int:
     return sum(map(len, memory._blocks.values()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero1-node", "zero1", "zero3", "hpz"])
+@on_ranks(4)
 def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
-    alone, *_ = run_ranks(4, count, None)[0]
+    model: nn.Module = Chain()
+    alone = large_allocations(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2, compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    for _ in range(3):
+        take_step(model, optim)
+    before = num_blocks()
+    allocations, kept = large_allocations(model, optim), num_blocks()
     # A freed storage has to be given its memory back: in the forward, and in the backward unless it was kept.
     gathered = 2 * DEPTH - 1 if preset in ("zero3", "hpz") else 0
-    for allocations, added, kept in run_ranks(4, count, preset):
-        # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
-        assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
-        extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
-        assert all(count >= 0 for count in extra)
-        assert sum(extra) <= added
+    # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
+    assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
+    extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
+    assert all(count >= 0 for count in extra)
+    assert sum(extra) <= kept - before
 
 
 @on_ranks(4)
 def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
-    """Number of storages that hold each kind of shard, and number of units."""
-    preset = "hpz"
-    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+    model = tw.shard(Chain(), tw.Plan.preset("hpz", nodes=2, local=2))
     tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     buffers = [buffer for unit in runtime(model).units for buffer in unit.buffers]
     parts = {
@@ -158,8 +147,9 @@ def test_control_exchanges_leave_nothing_behind() -> None:
     assert all(size < 32 * number for size in grown.values()), grown
 
 
-def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
-    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+@on_ranks(4)
+def test_a_timeline_shows_every_hop_and_every_wait() -> None:
+    model = tw.shard(Chain(), tw.Plan.preset("zero3", nodes=2, local=2))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     for _ in range(2):
         take_step(model, optim)
@@ -170,26 +160,21 @@ def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
     take_step(model, optim)
     runtime(model).lanes.drain()
     assert len(timeline.spans) == count, "nothing is recorded when nobody looks"
-    return [(span.track, span.name, span.start, span.end) for span in timeline.spans]
-
-
-def test_a_timeline_shows_every_hop_and_every_wait() -> None:
-    for spans in run_ranks(4, spans_of_a_step, "zero3"):
-        assert all(end >= start for _, _, start, end in spans)
-        tracks = {track for track, *_ in spans}
-        assert tracks - {WAITING} == {
-            COMPUTE,
-            "gather gather-across",
-            "gather gather-inside",
-            "reduce scatter-inside",
-            "reduce scatter-across",
-        }
-        computed = [name for track, name, *_ in spans if track == COMPUTE]
-        forward = [f"forward layers.{i}" for i in range(DEPTH)]
-        backward = [f"backward layers.{i}" for i in reversed(range(DEPTH))]
-        assert [name for name in computed if name in {*forward, *backward}] == [*forward, *backward]
-        gathers = [name for track, name, *_ in spans if track == "gather gather-inside"]
-        assert len(gathers) == 2 * DEPTH - 1, "twice, but the last block is kept"
+    spans = timeline.spans
+    assert all(span.end >= span.start for span in spans)
+    assert {span.track for span in spans} - {WAITING} == {
+        COMPUTE,
+        "gather gather-across",
+        "gather gather-inside",
+        "reduce scatter-inside",
+        "reduce scatter-across",
+    }
+    computed = [span.name for span in spans if span.track == COMPUTE]
+    forward = [f"forward layers.{i}" for i in range(DEPTH)]
+    backward = [f"backward layers.{i}" for i in reversed(range(DEPTH))]
+    assert [name for name in computed if name in {*forward, *backward}] == [*forward, *backward]
+    gathers = [span for span in spans if span.track == "gather gather-inside"]
+    assert len(gathers) == 2 * DEPTH - 1, "twice, but the last block is kept"
 
 
 class CountsCalls(torch.optim.Optimizer):
@@ -208,22 +193,6 @@ class CountsCalls(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / self.calls)
 
 
-def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[int, float]:
-    """In how many calls a step updates the units, and how far the result is from training alone."""
-    alone = Chain()
-    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
-    model = tw.shard(copy.deepcopy(alone), plan)
-    optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
-    calls = mock.Mock(side_effect=optim.inner.step)
-    optim.inner.step = calls
-    for _ in range(3):
-        take_step(model, optim)
-        take_step(alone, other)
-    with tw.full_parameters(model):
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        return calls.call_count // 3, max(float((a - b).abs().max()) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     ("kind", "bucket_bytes", "calls"),
     [
@@ -233,12 +202,24 @@ def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[
         (CountsCalls, 1, 1),
     ],
 )
+@on_ranks(4)
 def test_units_are_updated_as_they_arrive_where_that_is_the_same(
     kind: type[torch.optim.Optimizer], bucket_bytes: int, calls: int
 ) -> None:
-    for updates, gap in run_ranks(4, updated_with, kind, bucket_bytes):
-        assert updates == calls
-        assert gap <= 1e-6
+    """In how many calls a step updates the units; the result is that of training alone."""
+    alone = Chain()
+    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
+    model = tw.shard(copy.deepcopy(alone), plan)
+    optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
+    update = mock.Mock(side_effect=optim.inner.step)
+    optim.inner.step = update
+    for _ in range(3):
+        take_step(model, optim)
+        take_step(alone, other)
+    assert update.call_count == 3 * calls
+    with tw.full_parameters(model):
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
 @on_ranks(4)
