@@ -133,7 +133,7 @@ def test_the_program_knows_the_bytes(few: bool) -> None:
     for name in ("zeropp", "thinwire"):
         plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
     chosen = plans[::4] if few else [one for number, one in enumerate(plans) if number % 4]
-    run_ranks(4, follow_many, [one.to_toml() for one in chosen], 2)
+    run_ranks(4, follow_many, chosen, 2)
 
 
 def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:
@@ -153,7 +153,7 @@ def test_codecs_that_would_not_shorten_messages_send_what_none_sends() -> None:
     """As the program says, to the byte. Sums of a lossless codec are as short as without it, but for headers."""
     left_out, half = plan("zero1-node", "zfp:24"), plan("zero1", wire={"policy": "zhybrid:24-8"})
     followed = [left_out, left_out.uncompressed(), half, half.uncompressed()]
-    for sent in run_ranks(4, follow_many, [chosen.to_toml() for chosen in followed], 2):
+    for sent in run_ranks(4, follow_many, followed, 2):
         (_, of_left_out), (_, of_node), (_, of_half), (_, of_zero1) = sent
         assert of_left_out == of_node
         assert of_half < 0.8 * of_zero1

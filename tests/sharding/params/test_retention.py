@@ -48,7 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_the_runtime_performs_the_program(names: tuple[str, ...], labels: tuple[str, ...]) -> None:
-    plans = [plan(name, **OPTIONS[label]).to_toml() for name in names for label in labels]
+    plans = [plan(name, **OPTIONS[label]) for name in names for label in labels]
     run_ranks(4, follow_many, plans, 3)
 
 
