@@ -17,7 +17,6 @@ from tests.support.training.edge import (
     TOLERANCE,
     Place,
     build,
-    close,
     computed,
     every,
     gap,
@@ -152,7 +151,6 @@ def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
         held = [part.local.values for part in runtime(model).reducer.parts]
         assert not any(values.requires_grad for values in (*held, *runtime(model).sharded.arenas)), "graphs pile up"
-        close(model)
     parity(Differentiable, plans)
 
 
@@ -307,7 +305,6 @@ def check_compiled(name: str, backend: str) -> None:
     train_sharded(model, optim, steps=range(1, 3), micro_batches=2)
     assert counter.frame_count == compiled
     assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-    close(model)
 
 
 @pytest.mark.slow
@@ -343,4 +340,3 @@ def test_hooks_are_not_compiled(name: str) -> None:
     inside = (Passes.pre_forward, Passes.post_forward, Passes.begin, Passes.all_gradients)
     compiled = [each.__qualname__ for each in inside if _debug_get_cache_entry_list(each.__code__)]
     assert not compiled
-    close(model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, gap, plan, whole
 from tests.support.training.hf import batches, prepare
 from torch import nn
 
@@ -47,7 +47,6 @@ def check(kind: str, name: str, *, adapted: bool = False, reentrant: bool | None
         assert torch.equal(generate(model), generate(reference)), label
     error = gap(whole(model), list(reference.parameters()))
     assert error <= TOLERANCE, f"{label}: parameters differ by {error:.1e}"
-    close(model)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from tests.support.training.edge import (
     SHARDED,
     TOLERANCE,
     build,
-    close,
     computed,
     gap,
     over_plans,
@@ -78,7 +77,6 @@ def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
                 model(samples(0, 1, 4)[0, 0])
             assert all(type(computed(parameter)) is UnreadyParameter for parameter in model.parameters())
             assert gap(whole(model), expected) == 0.0
-            close(model)
 
 
 @pytest.mark.slow
@@ -104,7 +102,6 @@ def test_no_more_is_gathered_than_is_needed() -> None:
     assert len(sizes) == 2 * 2 * 6
     assert max(sizes) <= 2
     assert all(computed(p).untyped_storage().nbytes() <= 4 for p in model.parameters())
-    close(model)
 
 
 # -- whole parameters ------------------------------------------------------------------------------------------
@@ -147,7 +144,6 @@ def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
                 assert torch.equal(loaded(x), model(x))
         assert gap(list(loaded.parameters()), list(reference.parameters())) <= TOLERANCE
         assert (type(computed(model.head.weight)) is UnreadyParameter) == (name in SHARDED)
-        close(model)
 
 
 @pytest.mark.slow
@@ -171,7 +167,6 @@ def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
             reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
         )
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -195,7 +190,6 @@ def test_refusals_name_the_remedy() -> None:
         loss_of(model).backward()
         optim.step()
         assert gap(whole(model), list(build(Stack).parameters())) > 1e-4
-        close(model)
 
 
 @on_ranks(4)
@@ -234,7 +228,6 @@ def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) ->
             reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=(0, 2), micro_batches=1, world=4
         )
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
 
 
 def hook_gradients(model: nn.Module, seen: list[float]) -> None:
@@ -277,4 +270,3 @@ def test_hooks_of_the_user(plans: Sequence[str]) -> None:
             assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, name
             assert len(seen) == 2
             assert all(math.isfinite(norm) for norm in seen)
-            close(model)

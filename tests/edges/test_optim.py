@@ -14,7 +14,6 @@ from tests.support.training.edge import (
     TOLERANCE,
     WIDTH,
     build,
-    close,
     gap,
     parity,
     plan,
@@ -127,7 +126,6 @@ def test_optimizers_of_whole_tensors(label: str) -> None:
             message = raised(UsageError, tw.optimizer, model, kind, **options)
             assert message.startswith(f"{kind.__name__} updates whole tensors")
             assert "partition = 'inter' with params = 1x1" in message
-            close(model)
     parity(
         Matrices, ("whole tensors", "ddp"), optimizer=kind, options=options, tolerance=tolerance, norm_tolerance=1e-3
     )
@@ -173,7 +171,6 @@ def test_parameter_groups_in_every_form(name: str) -> None:
         assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.01, 0.0), (0.05, 0.5), (0.01, 0.5)]
         train_sharded(model, optim, steps=range(2), micro_batches=1)
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"form {number}"
-        close(model)
 
 
 @on_ranks(4)
@@ -194,7 +191,6 @@ def test_wrong_groups_are_named() -> None:
     for groups, message in wrong:
         error = raised(UsageError, tw.optimizer, model, torch.optim.AdamW, param_groups=groups, lr=0.1)
         assert message in error, error
-    close(model)
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------
@@ -240,7 +236,6 @@ def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
                 train_sharded(model, optim, steps=[step], micro_batches=1)
                 scheduler.step()
             assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"{label} under {name}"
-            close(model)
 
 
 # -- odds ------------------------------------------------------------------------------------------------------
@@ -260,7 +255,6 @@ def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     assert [group["params"] for group in optim.param_groups] == [list(model.parameters())]
     assert "ShardedOptimizer(AdamW" in repr(optim)
     assert f"{len(optim.fragments)} fragments" in repr(optim)
-    close(model)
 
 
 @pytest.mark.slow
@@ -300,7 +294,6 @@ def test_steps_without_gradients_and_with_closures() -> None:
         dist.all_gather_object(losses, mine.item())
         assert abs(sum(losses) / 4 - loss.item()) < 1e-5
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
 
 
 @pytest.mark.slow
@@ -313,7 +306,6 @@ def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
         (model.weight * gradient).sum().backward()
         found, expected = float(tw.clip_grad_norm_(model, 1e9)), float(gradient.double().norm())
         assert abs(found / expected - 1) < 2e-6, (name, found, expected)
-        close(model)
 
 
 @on_ranks(4)

@@ -75,7 +75,6 @@ def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> No
         check_same(model, reference, f"ignored under {name}")
         tw.save(model, optim, path)
         tw.load(model, optim, path)
-        close(model)
 
 
 # -- part by part ----------------------------------------------------------------------------------------------
@@ -107,12 +106,10 @@ def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
         assert {f"blocks.{i}.up" for i in range(3)} <= names
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         check_same(model, reference, f"part by part under {name}")
-        close(model)
         listed = build(Stack)
         tw.shard(listed.blocks, plan(name))
         x = samples(0, 1, 4)[0, 0]
         assert torch.allclose(listed(x), build(Stack)(x), atol=1e-6)
-        close(listed.blocks)
     model = build(Stack)
     tw.shard(model.blocks[0], plan("zero3"))
     assert "give it the model's plan in the rest" in raised(UsageError, tw.shard, model, plan("zero1"))

@@ -16,7 +16,6 @@ from tests.support.training.edge import (
     ADAMW,
     WIDTH,
     Place,
-    close,
     every,
     over_plans,
     plan,
@@ -243,7 +242,6 @@ def check_buffers(name: str) -> None:
         saved = model.state_dict()
     assert "secret" not in saved
     assert torch.equal(saved["statistics.running_mean"], alone.running_mean)
-    close(model)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import ADAMW, TOLERANCE, WIDTH, build, close, gap, parity, plan, samples, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, WIDTH, build, gap, parity, plan, samples, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,7 +91,6 @@ def test_reads_between_steps() -> None:
         if name == "zero3":
             assert all(unit.buffers[0].shard is not None for unit in runtime(model).units)
             assert not any(unit.ready for unit in runtime(model).units if unit.sharded)
-        close(model)
 
 
 class Scaled(nn.Module):
@@ -114,7 +113,6 @@ class Scaled(nn.Module):
 def test_units_take_inputs_of_any_dtype() -> None:
     model = tw.shard(build(Scaled), plan("zero3", compute_dtype="bfloat16"))
     assert model(samples(0, 1, 4)[0, 0]).dtype == torch.float32  # the buffer's, as in torch
-    close(model)
 
 
 SCRIPT = """
@@ -159,4 +157,3 @@ def test_a_retained_graph_may_begin_with_a_read_weight(plans: Sequence[str]) -> 
         model = tw.shard(build(ReadsTwice), plan(name), units=["table", "layers.0", "layers.1"])
         train_on_retained_graphs(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), [dist.get_rank()])
         assert gap(whole(model), list(alone.parameters())) <= TOLERANCE, name
-        close(model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import ADAMW, WIDTH, build, close, gap, plan, raised, samples, train_sharded, whole
+from tests.support.training.edge import ADAMW, WIDTH, build, gap, plan, raised, samples, train_sharded, whole
 from tests.support.training.models import Shapes, Stack, UnusedParameters
 from torch import nn
 
@@ -83,8 +83,6 @@ def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]
             train_sharded(net, optimizer, steps=range(2, 4), micro_batches=1)
         assert gap(whole(other), whole(model)) <= 1e-6, label
         assert gap(whole(other), list(build(model_class).parameters())) > 1e-3
-        for net in (model, other):
-            close(net)
 
 
 @pytest.mark.slow
@@ -109,8 +107,6 @@ def test_masters_survive_any_compute_type(tmp_path: Path) -> None:
     for owned in narrow_optim.fragments:
         assert torch.equal(owned.value, masters[owned.fragment.slot.name, owned.fragment.offset])
     assert gap(whole(narrow), whole(model)) == 0.0
-    for net in (model, wide, narrow):
-        close(net)
 
 
 @pytest.mark.slow
@@ -128,8 +124,6 @@ def test_parameters_alone_and_back_in_time(tmp_path: Path) -> None:
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     tw.load(model, optim, path)
     assert gap(whole(model), whole(other)) == 0.0
-    for net in (model, other):
-        close(net)
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------
@@ -191,13 +185,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             assert list(after) == list(state)
             assert all(torch.equal(after[key], state[key]) for key in state)
             assert all(group["lr"] == ADAMW["lr"] for group in fresh.param_groups)
-            close(other)
     error = raised(CheckpointError, tw.save, model, optim, path, extra={"rank": dist.get_rank()})
     assert "'extra'" in error
     with tw.full_parameters(model):
         assert "load() inside full_parameters()" in raised(UsageError, tw.load, model, optim, path)
     assert tw.load(model, optim, path) == {"a": 1}
-    close(model)
 
 
 @pytest.mark.slow
@@ -234,7 +226,6 @@ def test_a_load_forgets_gradients(tmp_path: Path) -> None:
     tw.load(model, optim, path)
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     assert gap(whole(model), expected) == 0.0
-    close(model)
 
 
 @pytest.mark.slow
@@ -286,4 +277,3 @@ def test_a_model_that_a_load_has_half_filled_is_not_used(tmp_path: Path, damage:
     assert gap(whole(model), expected) == 0.0
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     assert gap(whole(model), before) == 0.0
-    close(model)

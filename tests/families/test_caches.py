@@ -60,7 +60,6 @@ def test_units_are_freed_behind_a_backward_that_a_cache_holds_keys_of() -> None:
             assert most <= 4, f"use_cache = {use_cache}: {most} of {len(runtime(model).units)} units are whole at once"
             optim.step()
             optim.zero_grad()
-        runtime(model).lanes.close()
 
 
 def check_generation(names: list[str], plan_name: str) -> None:
@@ -75,7 +74,6 @@ def check_generation(names: list[str], plan_name: str) -> None:
             assert torch.equal(model.generate(**inputs, **options), wanted), name
             with tw.full_parameters(model):
                 assert torch.equal(model.generate(**inputs, **options), wanted), name
-            runtime(model).lanes.close()
 
 
 @pytest.mark.slow
@@ -126,7 +124,6 @@ def check_recomputation(names: list[str], plan_name: str) -> None:
             losses = losses_sharded(name, model, 2)
             assert losses == pytest.approx(expected, rel=2e-6), name
             assert not differences(model, reference), name
-            runtime(model).lanes.close()
 
 
 @pytest.mark.slow
@@ -145,7 +142,6 @@ def test_a_cache_that_recomputation_would_append_to_twice_is_refused() -> None:
             model(input_ids=ids, past_key_values=transformers.DynamicCache(), use_cache=True)
         with torch.no_grad():
             assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == ids.shape[1]
-        runtime(model).lanes.close()
 
 
 RECOMPUTED = [
@@ -172,10 +168,9 @@ def test_a_module_without_parameters_that_models_share_gets_no_hooks() -> None:
             return self.activation(self.linear(x))
 
     other = nn.Sequential(nn.Linear(4, 4), gelu)
-    model = tw.shard(nn.Sequential(Block(), Block()), plan("zero3"))
+    tw.shard(nn.Sequential(Block(), Block()), plan("zero3"))
     names = list(other.state_dict())
     assert names == ["0.weight", "0.bias"]
     other.load_state_dict(other.state_dict())
     assert not gelu._state_dict_pre_hooks
     assert not gelu._forward_pre_hooks
-    runtime(model).lanes.close()

@@ -12,7 +12,6 @@ from tests.support.families.training import plan, quiet
 from tests.support.ranks import on_ranks
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
 
 pytestmark = pytest.mark.ranks
 
@@ -46,4 +45,3 @@ def test_a_part_called_by_itself(part: str, plan_name: str) -> None:
             torch.testing.assert_close(call(model, batch), call(reference, batch))
             with torch.no_grad():
                 torch.testing.assert_close(model(**batch).loss, reference(**batch).loss)
-        runtime(model).lanes.close()

@@ -13,7 +13,6 @@ from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +62,6 @@ def check_skipping(plan_name: str, micro_batches: int, fields: dict[str, Any]) -
         plain.zero_grad()
     beyond = differences(model, reference)
     assert not beyond, beyond
-    runtime(model).lanes.close()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -123,4 +121,3 @@ def test_models_whose_ranks_differ(name: str, batch: Any, granularity: str, plan
             plain.zero_grad()
         beyond = differences(model, reference)
         assert not beyond, beyond
-        runtime(model).lanes.close()

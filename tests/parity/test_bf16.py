@@ -63,7 +63,6 @@ def test_bf16_in_modules_and_fp32_in_the_optimizer(part: str) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         assert {value.dtype for value in [*state, *owned, *(p.grad for p in owned)]} == {torch.float32}, name
         assert all(dtypes == {torch.bfloat16} for dtypes in seen.values()), (name, seen)
-        runtime(model).lanes.close()
 
 
 class Even(nn.Module):
@@ -88,7 +87,6 @@ def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]
         optimizer.step()
         runtime(model).join_spreads()
         by_plan[name] = tw.traffic(model)
-        runtime(model).lanes.close()
     return by_plan
 
 
@@ -139,7 +137,6 @@ def test_values_beyond_the_range_of_fp16_survive(part: str) -> None:
             optimizer.zero_grad()
         with tw.full_parameters(model):
             assert torch.equal(model.weight, (-2 * values)[:, None].expand(-1, 37)), name
-        runtime(model).lanes.close()
 
 
 @pytest.mark.slow
@@ -162,7 +159,6 @@ def test_gradients_accumulate_and_parameters_are_kept_in_fp32(part: str) -> None
             optimizer.step()
         with tw.full_parameters(model):
             assert model.weight.unique().tolist() == [-256.0], name
-        runtime(model).lanes.close()
 
 
 def distances(plans: dict[str, tw.Plan]) -> dict[str, Any]:
@@ -217,9 +213,6 @@ class Training:
         with tw.full_parameters(self.model):
             return [p.detach().clone() for p in self.model.parameters()]
 
-    def close(self) -> None:
-        runtime(self.model).lanes.close()
-
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -241,7 +234,6 @@ def test_a_non_finite_gradient_shows_on_every_rank(value: float, dtype: str, par
         training.step()
         with tw.full_parameters(training.model):
             assert not training.model.blocks[1].up.bias[5].isfinite(), name
-        training.close()
 
 
 @pytest.mark.slow
@@ -268,5 +260,3 @@ def test_a_skipped_step_leaves_no_trace(value: float, clip: bool, part: str) -> 
             assert not same(before, training.parameters()), f"{name}: step {number} did nothing"
         assert training.optimizer.skipped_steps == 1, name
         assert same(training.parameters(), without.parameters()), f"{name}: something of the skipped step is left"
-        training.close()
-        without.close()

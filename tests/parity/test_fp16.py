@@ -149,7 +149,6 @@ def finished(model: nn.Module, losses: list[float], norms: list[float], scales: 
     with tw.full_parameters(model):
         assert {p.dtype for p in model.parameters()} == {torch.float16}
     masters = list(tw.full_state_dict(model).values())
-    runtime(model).lanes.close()
     return Scaled(FloatCurve(mean_over_ranks(losses), norms, masters), scales)
 
 
@@ -300,7 +299,6 @@ def survivors(plans: dict[str, tw.Plan], spoils: Sequence[float]) -> list[str]:
             training.step(2)
             if training.scale.skipped_steps != skipped or not all(p.isfinite().all() for p in training.masters()):
                 problems.append(f"{name}: {spoil} was left behind, {training.scale}")
-        runtime(training.model).lanes.close()
     return problems
 
 
@@ -358,7 +356,6 @@ def test_a_cast_that_overflows_is_skipped() -> None:
             optimizer.step()
             optimizer.zero_grad()
         results.append((scale.skipped_steps, float(tw.full_state_dict(model)["weight"].mean())))
-        runtime(model).lanes.close()
     assert results == [(1, -0.75), (1, -0.75)]
 
 
@@ -369,7 +366,6 @@ def learned_with_feedback(plan: tw.Plan, **scaling: Any) -> tuple[list[torch.Ten
     training = Spoiled(plan, **scaling)
     for number in range(12):
         training.step(number % 4)
-    runtime(training.model).lanes.close()
     return training.masters(), training.scale.value
 
 
@@ -434,7 +430,6 @@ def test_error_feedback_survives_a_step_that_torchs_scaler_skips() -> None:
         scaler.update()
         optimizer.zero_grad()
         finite.append(scaler.get_scale() == before)
-    runtime(model).lanes.close()
     assert finite == [True, False, True, True]
 
 

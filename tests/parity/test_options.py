@@ -151,7 +151,6 @@ def check_returns(name: str, switch: str, lane: Lane, *, on: bool, early: bool, 
         gate.set()
         optimizer.step()
         loss_of(model, tokens)  # waits for the spread
-    runtime(model).lanes.close()
     assert bool(seen[0]) is early
 
 
@@ -192,7 +191,6 @@ def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
         loss = loss_of(model, batches(4, 1, 1)[0][0, dist.get_rank()])
         look("between")
         loss.backward()
-    runtime(model).lanes.close()
     return seen
 
 
@@ -253,7 +251,6 @@ def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[st
             runtime(model).join_spreads()
         handle.remove()
     lanes = [record.lane for record in records]
-    runtime(model).lanes.close()
     return {
         "units": len(runtime(model).units),
         "lanes": {str(lane): lanes.count(lane) for lane in Lane},
@@ -499,7 +496,6 @@ def irregular_sharded(plan: tw.Plan, marked: bool) -> Curve:
     curve = irregular(model, optimizer, tw.clip_grad_norm_, backward)
     with tw.full_parameters(model):
         parameters = [p.detach().clone() for p in model.parameters()]
-    runtime(model).lanes.close()
     return Curve(mean_over_ranks(curve.losses), curve.norms, parameters)
 
 

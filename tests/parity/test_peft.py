@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.training.edge import ADAMW, TOLERANCE, gap, plan, whole
 from tests.support.training.hf import batches
 from tests.support.training.hf import build as build_model
 from torch import nn
@@ -96,7 +96,6 @@ def check(kind: str, name: str, *, checkpointing: bool = False, **options: Any) 
     check_saved(model, reference, kind)
     error = gap(whole(model), list(reference.parameters()))
     assert error <= TOLERANCE, f"{label}: parameters differ by {error:.1e}"
-    close(model)
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -137,7 +136,6 @@ def learn_thinwire(name: str, reduce_dtype: str) -> Curve:
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="bfloat16", reduce_dtype=reduce_dtype)
     model = tw.shard(build(), plan)
     curve = learn(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), tw.clip_grad_norm_)
-    runtime(model).lanes.close()
     return curve
 
 

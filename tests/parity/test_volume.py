@@ -73,7 +73,6 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
         traffic = program.traffic()
         predicted = {str(lane): {str(scope): n for scope, n in traffic[lane].items()} for lane in Lane}
         by_plan[name] = (sent, predicted)
-        runtime(model).lanes.close()
     return by_plan
 
 

@@ -168,7 +168,6 @@ def trained(plan: tw.Plan) -> list[torch.Tensor]:
     go_on(plan, model, optimizer, 0, 9)
     tw.join_islands(model)
     parameters = whole(model)
-    runtime(model).lanes.close()
     return parameters
 
 

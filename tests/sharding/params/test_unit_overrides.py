@@ -218,7 +218,6 @@ def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> N
             plain.zero_grad()
         for (key, whole), (_, alone) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             assert torch.allclose(whole.full_tensor(), alone, atol=1e-6), f"{key} under {name}"
-        runtime(model).lanes.close()
 
 
 def test_a_pattern_that_matches_nothing_is_one_sentence() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import build, close, plan, raised, samples
+from tests.support.training.edge import build, plan, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -146,7 +146,6 @@ def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
         local = weight.to_local()
         assert local.numel() == weight.spec.length
         assert local.numel() < weight.numel() or name in ("ddp", "inter", "whole tensors")
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -174,7 +173,6 @@ def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
             reference.zero_grad()
         for kept, plain in zip(averages, expected, strict=True):
             assert torch.allclose(whole(kept), plain, atol=1e-6), name
-        close(pair.model)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -263,7 +261,6 @@ def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
             with torch.no_grad():
                 assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
             assert list(named[0]) == list(named[1])
-            close(pair.model)
 
 
 @pytest.mark.slow
@@ -277,7 +274,6 @@ def test_ranks_draw_alike() -> None:
         torch.default_generator.manual_seed(0)
         nn.init.uniform_(pair.one.first.weight)
         pair.check("uniform_")
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -301,7 +297,6 @@ def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> Non
                         model.first.weight.fill_(1.0)
 
                 assert "write=True" in raised(UsageError, write)
-            close(pair.model)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
@@ -338,7 +333,6 @@ def check_gradients(plans: tuple[str, ...]) -> None:
             pair.check_gradients("edited")
             for model in (pair.model, pair.one):
                 model.zero_grad()
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -366,7 +360,6 @@ def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
         for model in (pair.model, pair.one):
             clip_grad_value_(model.parameters(), 1e-3)
         pair.check_gradients("clipped by value")
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -390,7 +383,6 @@ def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
         (float(dist.get_rank() + 1) * pair.model.first.weight.square().sum()).backward()
         (2.5 * pair.one.first.weight.square().sum()).backward()
         pair.check_gradients("a penalty that differs from rank to rank", 1e-5)
-        close(pair.model)
 
 
 def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
@@ -412,7 +404,6 @@ def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
         pair.backward()
         pair.check_gradients("hooked")
         assert sorted(seen[0]) == sorted(seen[1]), name
-        close(pair.model)
 
 
 # -- optimizers that users make --------------------------------------------------------------------------------
@@ -453,7 +444,6 @@ def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
                     scheduler.step()
                     optim.zero_grad()
             pair.check(f"{kind.__name__} {options}")
-            close(pair.model)
 
 
 @pytest.mark.slow
@@ -487,7 +477,6 @@ def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
                 scaler.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
         pair.check("GradScaler")
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -504,7 +493,6 @@ def test_updates_by_hand(plans: tuple[str, ...]) -> None:
                         parameter -= 0.1 * parameter.grad
                 model.zero_grad()
         pair.check("gradient descent by hand")
-        close(pair.model)
 
 
 class GlobalNorm(torch.optim.SGD):
@@ -549,7 +537,6 @@ def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> No
                 for optim in optims:
                     optim.zero_grad()
             pair.check(kind.__name__)  # every rank draws what the first one draws
-            close(pair.model)
 
 
 # -- outside of forward ---------------------------------------------------------------------------------------
@@ -573,7 +560,6 @@ def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
             with torch.no_grad():
                 same(pair.model.loss(x), pair.one.loss(x), name)
             assert not pair.model._thinwire_runtime.passes.state.inside
-            close(pair.model)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -619,7 +605,6 @@ def test_refusals() -> None:
         model(x).square().mean().backward()
         assert "both would update it" in raised(UsageError, mine.step)
         owner.step()
-        close(model)
     assert "float64" in raised(UsageError, tw.shard, nn.Linear(2, 2, dtype=torch.float64), plan("zero3"))
 
 
