@@ -16,6 +16,7 @@ from tests.support.training.edge import (
     PLANS,
     TOLERANCE,
     Place,
+    alone,
     build,
     computed,
     every,
@@ -24,7 +25,6 @@ from tests.support.training.edge import (
     parity,
     plan,
     samples,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -293,8 +293,7 @@ def check_compiled(name: str, backend: str) -> None:
     """Blocks are compiled one by one, and once: gathering and freeing them does not compile them again."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
-    reference = build(Stack)
-    train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(3), micro_batches=2, world=4)
+    reference = alone(Stack, range(3), micro_batches=2)
     model = tw.shard(build(Stack), plan(name))
     for block in model.blocks:
         block.compile(backend=counter)

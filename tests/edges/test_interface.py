@@ -15,6 +15,7 @@ from tests.support.training.edge import (
     ADAMW,
     SHARDED,
     TOLERANCE,
+    alone,
     build,
     computed,
     gap,
@@ -22,7 +23,6 @@ from tests.support.training.edge import (
     plan,
     raised,
     samples,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -111,7 +111,6 @@ def test_no_more_is_gathered_than_is_needed() -> None:
 @on_ranks(4)
 def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
     for name in plans:
-        reference = build(TiedEnds)
         model, optim = start(name, TiedEnds)
         for part in (model, model.blocks, model.blocks[0], model.blocks[0].up):
             for value, expected in zip(part.state_dict().values(), part.parameters(), strict=False):
@@ -124,9 +123,6 @@ def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
             saved = model.state_dict()
             part = model.blocks[0].state_dict()
         # It outlives the block, and is an independent copy.
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
-        )
         train_sharded(model, optim, steps=range(1), micro_batches=1)
         fresh = build(TiedEnds)
         assert list(saved) == list(fresh.state_dict())
@@ -142,7 +138,7 @@ def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
                 x = samples(2, 1, 4)[0, 0]
                 assert torch.equal(loaded(x), model(x))
                 assert torch.equal(loaded(x), model(x))
-        assert gap(list(loaded.parameters()), list(reference.parameters())) <= TOLERANCE
+        assert gap(list(loaded.parameters()), list(alone(TiedEnds, range(1)).parameters())) <= TOLERANCE
         assert (type(computed(model.head.weight)) is UnreadyParameter) == (name in SHARDED)
 
 
@@ -162,11 +158,7 @@ def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
             assert gap(list(model.parameters()), before) == 0.0
         optim.step()
         optim.zero_grad()
-        reference = build(Stack)
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
-        )
-        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+        assert gap(whole(model), list(alone(Stack, range(1)).parameters())) <= TOLERANCE
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -223,11 +215,7 @@ def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) ->
         # Its gathered parameters and collected gradients are dropped.
         loss_of(model, 2).backward()
         optim.step()
-        reference = build(Stack)
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=(0, 2), micro_batches=1, world=4
-        )
-        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
+        assert gap(whole(model), list(alone(Stack, (0, 2)).parameters())) <= TOLERANCE
 
 
 def hook_gradients(model: nn.Module, seen: list[float]) -> None:

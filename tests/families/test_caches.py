@@ -168,7 +168,8 @@ def test_a_module_without_parameters_that_models_share_gets_no_hooks() -> None:
             return self.activation(self.linear(x))
 
     other = nn.Sequential(nn.Linear(4, 4), gelu)
-    tw.shard(nn.Sequential(Block(), Block()), plan("zero3"))
+    model = tw.shard(nn.Sequential(Block(), Block()), plan("zero3"))
+    assert model[0].activation is gelu
     names = list(other.state_dict())
     assert names == ["0.weight", "0.bias"]
     other.load_state_dict(other.state_dict())

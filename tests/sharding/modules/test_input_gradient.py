@@ -11,12 +11,12 @@ from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
+    alone,
     build,
     every,
     gap,
     plan,
     raised,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -170,8 +170,7 @@ def test_models_of_all_kinds(models: tuple[Callable[[], nn.Module], ...], recomp
 @on_ranks(4)
 def test_compiled_blocks() -> None:
     torch._dynamo.reset()
-    reference = build(Stack)
-    train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(2), micro_batches=2, world=4)
+    reference = alone(Stack, range(2), micro_batches=2)
     model = tw.shard(build(Stack), plan("zero3", **FIRST))
     for block in model.blocks:
         block.compile(backend="aot_eager")
