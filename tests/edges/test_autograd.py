@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     PLANS,
     TOLERANCE,
     Place,
+    alone,
     build,
-    close,
     computed,
     every,
     gap,
@@ -24,7 +25,6 @@ from tests.support.training.edge import (
     parity,
     plan,
     samples,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -50,9 +50,6 @@ from thinwire.sharding.step.passes import Passes
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]
-
 
 # -- forwards and backwards in any order -----------------------------------------------------------------------
 
@@ -145,20 +142,16 @@ class GraphLoss:
             self.loss.backward(create_graph=True)
 
 
-def check_created_graphs(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
     for name in plans:
         model = tw.shard(build(Differentiable), plan(name))
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
         held = [part.local.values for part in runtime(model).reducer.parts]
         assert not any(values.requires_grad for values in (*held, *runtime(model).sharded.arenas)), "graphs pile up"
-        close(model)
     parity(Differentiable, plans)
-
-
-@pytest.mark.slow
-@over_plans
-def test_a_backward_that_creates_a_graph(plans: Sequence[str]) -> None:
-    run_ranks(4, check_created_graphs, plans)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------
@@ -181,7 +174,9 @@ def evaluation_in_between(run: Session) -> None:
             assert not torch.equal(run.loss(7), before)
 
 
-def check_messages_of_any_length() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
     """A lane fills lengths and messages that an evaluation has made."""
     model = tw.shard(build(Stack), plan("zero3", wire={"gather": "mpc"}))
     x = samples(0, 1, 4)[0, 0]
@@ -189,11 +184,6 @@ def check_messages_of_any_length() -> None:
     with torch.inference_mode():
         assert torch.isfinite(model(x)).all()
     model(x).square().mean().backward()
-
-
-@pytest.mark.slow
-def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
-    run_ranks(4, check_messages_of_any_length)
 
 
 def evaluation_of_a_part(run: Session) -> None:
@@ -303,8 +293,7 @@ def check_compiled(name: str, backend: str) -> None:
     """Blocks are compiled one by one, and once: gathering and freeing them does not compile them again."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
-    reference = build(Stack)
-    train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(3), micro_batches=2, world=4)
+    reference = alone(Stack, range(3), micro_batches=2)
     model = tw.shard(build(Stack), plan(name))
     for block in model.blocks:
         block.compile(backend=counter)
@@ -315,7 +304,6 @@ def check_compiled(name: str, backend: str) -> None:
     train_sharded(model, optim, steps=range(1, 3), micro_batches=2)
     assert counter.frame_count == compiled
     assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-    close(model)
 
 
 @pytest.mark.slow
@@ -329,7 +317,10 @@ def test_compiled_blocks_with_inductor() -> None:
     run_ranks(4, check_compiled, "zero3", "inductor", timeout=280)
 
 
-def check_backward_in_a_compiled_step(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
+@on_ranks(4)
+def test_hooks_are_not_compiled(name: str) -> None:
     """What hooks do is compiled neither in a forward nor in a backward that a compiled function runs."""
     torch._dynamo.reset()
     model = tw.shard(build(Stack), plan(name))
@@ -348,10 +339,3 @@ def check_backward_in_a_compiled_step(name: str) -> None:
     inside = (Passes.pre_forward, Passes.post_forward, Passes.begin, Passes.all_gradients)
     compiled = [each.__qualname__ for each in inside if _debug_get_cache_entry_list(each.__code__)]
     assert not compiled
-    close(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("zero3", marks=pytest.mark.slow), "zero1-node"])
-def test_hooks_are_not_compiled(name: str) -> None:
-    run_ranks(4, check_backward_in_a_compiled_step, name)

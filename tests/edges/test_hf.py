@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import ADAMW, TOLERANCE, gap, plan, whole
 from tests.support.training.hf import batches, prepare
 from torch import nn
 
 import thinwire as tw
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -47,10 +47,11 @@ def check(kind: str, name: str, *, adapted: bool = False, reentrant: bool | None
         assert torch.equal(generate(model), generate(reference)), label
     error = gap(whole(model), list(reference.parameters()))
     assert error <= TOLERANCE, f"{label}: parameters differ by {error:.1e}"
-    close(model)
 
 
-def check_all() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_adapters_checkpointing_and_generation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check("llama", "zero3", adapted=True)
@@ -60,8 +61,3 @@ def check_all() -> None:
         check("gpt2", "inter", reentrant=False)
         check("mixtral", "zero3", reentrant=False)
         check("mixtral", "amsp-13b", reentrant=True)
-
-
-@pytest.mark.slow
-def test_adapters_checkpointing_and_generation() -> None:
-    run_ranks(4, check_all)

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     SHARDED,
     TOLERANCE,
+    alone,
     build,
-    close,
     computed,
     gap,
     over_plans,
     plan,
     raised,
     samples,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -33,7 +33,6 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.params.unready import UnreadyParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -52,7 +51,10 @@ def loss_of(model: nn.Module, number: int = 0) -> torch.Tensor:
 # -- freed parameters ------------------------------------------------------------------------------------------
 
 
-def check_freed_parameters(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
     for name in sorted(set(SHARDED).intersection(plans)):
         for model_class in (Stack, Shapes):
             model, optim = start(name, model_class)
@@ -75,16 +77,11 @@ def check_freed_parameters(plans: Sequence[str]) -> None:
                 model(samples(0, 1, 4)[0, 0])
             assert all(type(computed(parameter)) is UnreadyParameter for parameter in model.parameters())
             assert gap(whole(model), expected) == 0.0
-            close(model)
 
 
 @pytest.mark.slow
-@over_plans
-def test_freed_parameters_stand_for_their_shares(plans: Sequence[str]) -> None:
-    run_ranks(4, check_freed_parameters, plans)
-
-
-def check_memory() -> None:
+@on_ranks(4)
+def test_no_more_is_gathered_than_is_needed() -> None:
     """Between steps a rank holds no gathered parameter; in a step never more than the unit that runs, the one that is
     gathered ahead, and the root."""
     sizes: list[int] = []
@@ -105,20 +102,15 @@ def check_memory() -> None:
     assert len(sizes) == 2 * 2 * 6
     assert max(sizes) <= 2
     assert all(computed(p).untyped_storage().nbytes() <= 4 for p in model.parameters())
-    close(model)
-
-
-@pytest.mark.slow
-def test_no_more_is_gathered_than_is_needed() -> None:
-    run_ranks(4, check_memory)
 
 
 # -- whole parameters ------------------------------------------------------------------------------------------
 
 
-def check_whole_parameters(plans: Sequence[str]) -> None:
+@over_plans
+@on_ranks(4)
+def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
     for name in plans:
-        reference = build(TiedEnds)
         model, optim = start(name, TiedEnds)
         for part in (model, model.blocks, model.blocks[0], model.blocks[0].up):
             for value, expected in zip(part.state_dict().values(), part.parameters(), strict=False):
@@ -131,9 +123,6 @@ def check_whole_parameters(plans: Sequence[str]) -> None:
             saved = model.state_dict()
             part = model.blocks[0].state_dict()
         # It outlives the block, and is an independent copy.
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
-        )
         train_sharded(model, optim, steps=range(1), micro_batches=1)
         fresh = build(TiedEnds)
         assert list(saved) == list(fresh.state_dict())
@@ -149,17 +138,14 @@ def check_whole_parameters(plans: Sequence[str]) -> None:
                 x = samples(2, 1, 4)[0, 0]
                 assert torch.equal(loaded(x), model(x))
                 assert torch.equal(loaded(x), model(x))
-        assert gap(list(loaded.parameters()), list(reference.parameters())) <= TOLERANCE
+        assert gap(list(loaded.parameters()), list(alone(TiedEnds, range(1)).parameters())) <= TOLERANCE
         assert (type(computed(model.head.weight)) is UnreadyParameter) == (name in SHARDED)
-        close(model)
 
 
+@pytest.mark.slow
 @over_plans
-def test_state_dicts_are_whole_or_refused(plans: Sequence[str]) -> None:
-    run_ranks(4, check_whole_parameters, plans)
-
-
-def check_training_inside(plans: Sequence[str]) -> None:
+@on_ranks(4)
+def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
     """A forward and a backward inside ``full_parameters`` are allowed, a step is not and changes nothing."""
     for name in plans:
         model, optim = start(name)
@@ -172,24 +158,14 @@ def check_training_inside(plans: Sequence[str]) -> None:
             assert gap(list(model.parameters()), before) == 0.0
         optim.step()
         optim.zero_grad()
-        reference = build(Stack)
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
-        )
-        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
-
-
-@pytest.mark.slow
-@over_plans
-def test_a_step_inside_full_parameters_is_refused(plans: Sequence[str]) -> None:
-    run_ranks(4, check_training_inside, plans)
+        assert gap(whole(model), list(alone(Stack, range(1)).parameters())) <= TOLERANCE
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
 
 
-def check_refusals() -> None:
+@on_ranks(4)
+def test_refusals_name_the_remedy() -> None:
     for name in ("zero3", "zero1-node"):
         model, optim = start(name)
         state = {key: value.clone() for key, value in build(Stack).state_dict().items()}
@@ -206,14 +182,10 @@ def check_refusals() -> None:
         loss_of(model).backward()
         optim.step()
         assert gap(whole(model), list(build(Stack).parameters())) > 1e-4
-        close(model)
 
 
-def test_refusals_name_the_remedy() -> None:
-    run_ranks(4, check_refusals)
-
-
-def check_models_that_cannot_be_sharded() -> None:
+@on_ranks(4)
+def test_models_that_cannot_be_sharded() -> None:
     cases: list[tuple[nn.Module, str]] = []
     cases.append((nn.Linear(2, 2, device="meta"), "parameter weight is on the meta device"))
     cases.append((nn.Linear(2, 2, dtype=torch.complex64), "parameter weight is complex"))
@@ -225,14 +197,13 @@ def check_models_that_cannot_be_sharded() -> None:
         assert not hasattr(model, "_thinwire_runtime")
 
 
-def test_models_that_cannot_be_sharded() -> None:
-    run_ranks(4, check_models_that_cannot_be_sharded)
-
-
 # -- stale graphs, hooks of the user's -------------------------------------------------------------------------
 
 
-def check_stale_graph(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
     for name in plans:
         model, optim = start(name)
         old = loss_of(model, 1)
@@ -244,18 +215,7 @@ def check_stale_graph(plans: Sequence[str]) -> None:
         # Its gathered parameters and collected gradients are dropped.
         loss_of(model, 2).backward()
         optim.step()
-        reference = build(Stack)
-        train_alone(
-            reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=(0, 2), micro_batches=1, world=4
-        )
-        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
-
-
-@pytest.mark.slow
-@over_plans
-def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) -> None:
-    run_ranks(4, check_stale_graph, plans)
+        assert gap(whole(model), list(alone(Stack, (0, 2)).parameters())) <= TOLERANCE
 
 
 def hook_gradients(model: nn.Module, seen: list[float]) -> None:
@@ -268,7 +228,10 @@ def hook_gradients(model: nn.Module, seen: list[float]) -> None:
     model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-def check_user_hooks(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_hooks_of_the_user(plans: Sequence[str]) -> None:
     for early in (True, False):
         for name in plans:
             seen: list[float] = []
@@ -295,10 +258,3 @@ def check_user_hooks(plans: Sequence[str]) -> None:
             assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, name
             assert len(seen) == 2
             assert all(math.isfinite(norm) for norm in seen)
-            close(model)
-
-
-@pytest.mark.slow
-@over_plans
-def test_hooks_of_the_user(plans: Sequence[str]) -> None:
-    run_ranks(4, check_user_hooks, plans)

@@ -274,7 +274,7 @@ def die_amid_a_step(name: str, victim: int, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 def test_a_rank_that_dies_is_named(pool: RankPool, name: str) -> None:
     outcomes = observe(pool, die_amid_a_step, name, 2, "dies")
     assert outcomes[2].kind == "died"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
     WIDTH,
     build,
-    close,
     gap,
     parity,
     plan,
@@ -29,7 +29,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -76,18 +75,15 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def check_optimizers() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_elementwise_optimizers() -> None:
     for label, (kind, options) in OPTIMIZERS.items():
         try:
             # A parameter without gradients has to be left alone by each of them.
             parity(UnusedParameters, THREE, optimizer=kind, options=options)
         except AssertionError as error:
             raise AssertionError(f"{label}: {error}") from error
-
-
-@pytest.mark.slow
-def test_elementwise_optimizers() -> None:
-    run_ranks(4, check_optimizers)
 
 
 # -- optimizers of whole tensors -------------------------------------------------------------------------------
@@ -119,7 +115,10 @@ class Uneven(nn.Module):
 WHOLE = {"Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, 1e-5), "Muon": (torch.optim.Muon, {"lr": 0.01}, 1e-3)}
 
 
-def check_whole_tensors(label: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("label", WHOLE)
+@on_ranks(4)
+def test_optimizers_of_whole_tensors(label: str) -> None:
     kind, options, tolerance = WHOLE[label]
     for name in (*THREE, "hpz"):
         for model_class in (Matrices, Uneven):
@@ -127,19 +126,12 @@ def check_whole_tensors(label: str) -> None:
             message = raised(UsageError, tw.optimizer, model, kind, **options)
             assert message.startswith(f"{kind.__name__} updates whole tensors")
             assert "partition = 'inter' with params = 1x1" in message
-            close(model)
     parity(
         Matrices, ("whole tensors", "ddp"), optimizer=kind, options=options, tolerance=tolerance, norm_tolerance=1e-3
     )
     reference = build(Matrices)
     train_alone(reference, kind(reference.parameters(), **options), steps=range(3), micro_batches=2, world=4)
     assert gap(list(reference.parameters()), list(build(Matrices).parameters())) > 30 * tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("label", WHOLE)
-def test_optimizers_of_whole_tensors(label: str) -> None:
-    run_ranks(4, check_whole_tensors, label)
 
 
 # -- parameter groups ------------------------------------------------------------------------------------------
@@ -164,7 +156,10 @@ def groups_in_many_forms(model: nn.Module) -> Iterable[list[dict[str, Any]]]:
     yield [{"params": named, "weight_decay": 0.0}, {"params": ["last.weight", model.last.bias], "lr": 0.05}]
 
 
-def check_groups(name: str) -> None:
+@pytest.mark.slow
+@over_three
+@on_ranks(4)
+def test_parameter_groups_in_every_form(name: str) -> None:
     options = {**ADAMW, "weight_decay": 0.5}
     reference = build(Stack)
     optim = torch.optim.AdamW(torch_groups(reference), **options)
@@ -176,16 +171,10 @@ def check_groups(name: str) -> None:
         assert [(g["lr"], g["weight_decay"]) for g in optim.param_groups] == [(0.01, 0.0), (0.05, 0.5), (0.01, 0.5)]
         train_sharded(model, optim, steps=range(2), micro_batches=1)
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"form {number}"
-        close(model)
 
 
-@pytest.mark.slow
-@over_three
-def test_parameter_groups_in_every_form(name: str) -> None:
-    run_ranks(4, check_groups, name)
-
-
-def check_wrong_groups() -> None:
+@on_ranks(4)
+def test_wrong_groups_are_named() -> None:
     model = tw.shard(build(Stack), plan("zero3"))
     wrong: list[tuple[list[dict[str, Any]], str]] = [
         (
@@ -202,11 +191,6 @@ def check_wrong_groups() -> None:
     for groups, message in wrong:
         error = raised(UsageError, tw.optimizer, model, torch.optim.AdamW, param_groups=groups, lr=0.1)
         assert message in error, error
-    close(model)
-
-
-def test_wrong_groups_are_named() -> None:
-    run_ranks(4, check_wrong_groups)
 
 
 # -- schedulers ------------------------------------------------------------------------------------------------
@@ -225,7 +209,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 }
 
 
-def check_schedulers(labels: Sequence[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("labels", [("lambda",), ("cosine", "sequential", "one cycle")])
+@on_ranks(4)
+def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
     for label in labels:
         make = SCHEDULERS[label]
         reference = build(Stack)
@@ -249,21 +236,15 @@ def check_schedulers(labels: Sequence[str]) -> None:
                 train_sharded(model, optim, steps=[step], micro_batches=1)
                 scheduler.step()
             assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"{label} under {name}"
-            close(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "labels", [("lambda",), pytest.param(("cosine", "sequential", "one cycle"), marks=pytest.mark.slow)]
-)
-def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
-    run_ranks(4, check_schedulers, labels)
 
 
 # -- odds ------------------------------------------------------------------------------------------------------
 
 
-def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, *(pytest.param({kind: True}, id=kind) for kind in ("fused", "foreach"))])
+@on_ranks(4)
+def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     parity(SmallerThanTheWorld, ("whole tensors", "zero3", "zero1-node"), options=ADAMW | options)
     parity(OneLayer, ("whole tensors", "inter"), options=ADAMW | options)
     model = tw.shard(build(SmallerThanTheWorld), plan("whole tensors"))
@@ -274,18 +255,11 @@ def check_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     assert [group["params"] for group in optim.param_groups] == [list(model.parameters())]
     assert "ShardedOptimizer(AdamW" in repr(optim)
     assert f"{len(optim.fragments)} fragments" in repr(optim)
-    close(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param({kind: True}, id=kind, marks=pytest.mark.slow) for kind in ("fused", "foreach"))]
-)
-def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
-    run_ranks(4, check_ranks_that_own_nothing, options)
-
-
-def check_steps_of_other_kinds() -> None:
+@on_ranks(4)
+def test_steps_without_gradients_and_with_closures() -> None:
     x = samples(0, 1, 4)[0]
     rank = dist.get_rank()
     for name in THREE:
@@ -320,15 +294,11 @@ def check_steps_of_other_kinds() -> None:
         dist.all_gather_object(losses, mine.item())
         assert abs(sum(losses) / 4 - loss.item()) < 1e-5
         assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
-        close(model)
 
 
 @pytest.mark.slow
-def test_steps_without_gradients_and_with_closures() -> None:
-    run_ranks(4, check_steps_of_other_kinds)
-
-
-def check_norm_of_many() -> None:
+@on_ranks(4)
+def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
     """fp32 sums of as many squares lose the fourth digit, and another one under each plan."""
     for name in ("ddp", "zero3"):
         model = tw.shard(nn.Linear(2048, 2048, bias=False), plan(name))
@@ -336,19 +306,10 @@ def check_norm_of_many() -> None:
         (model.weight * gradient).sum().backward()
         found, expected = float(tw.clip_grad_norm_(model, 1e9)), float(gradient.double().norm())
         assert abs(found / expected - 1) < 2e-6, (name, found, expected)
-        close(model)
 
 
-@pytest.mark.slow
-def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
-    run_ranks(4, check_norm_of_many)
-
-
-def check_options_that_are_for_cuda() -> None:
+@on_ranks(4)
+def test_options_of_optimizers() -> None:
     model = tw.shard(build(Stack), plan("zero3"))
     tw.optimizer(model, torch.optim.AdamW, lr=1e-3, capturable=True)
     assert "differentiable" in raised(UsageError, tw.optimizer, model, torch.optim.AdamW, lr=1e-3, differentiable=True)
-
-
-def test_options_of_optimizers() -> None:
-    run_ranks(4, check_options_that_are_for_cuda)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import TOLERANCE, build, close, gap, plan, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
@@ -24,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +49,11 @@ def check_same(model: nn.Module, reference: nn.Module, what: str) -> None:
 # -- parameters to ignore --------------------------------------------------------------------------------------
 
 
-def check_ignored(path: Path, plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> None:
+    path = tmp_path / "checkpoint"
     for name in plans:
         model = build(Stack)
         ignored = model.last.bias
@@ -71,13 +75,6 @@ def check_ignored(path: Path, plans: Sequence[str]) -> None:
         check_same(model, reference, f"ignored under {name}")
         tw.save(model, optim, path)
         tw.load(model, optim, path)
-        close(model)
-
-
-@pytest.mark.slow
-@over_plans
-def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> None:
-    run_ranks(4, check_ignored, tmp_path / "checkpoint", plans)
 
 
 # -- part by part ----------------------------------------------------------------------------------------------
@@ -92,7 +89,10 @@ def train(model: nn.Module, optim: Any, *, steps: int = 2, alone: bool = False) 
         optim.zero_grad()
 
 
-def check_parts(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_plans
+@on_ranks(4)
+def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
     reference = build(Stack)
     train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), alone=True)
     for name in plans:
@@ -106,12 +106,10 @@ def check_parts(plans: Sequence[str]) -> None:
         assert {f"blocks.{i}.up" for i in range(3)} <= names
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         check_same(model, reference, f"part by part under {name}")
-        close(model)
         listed = build(Stack)
         tw.shard(listed.blocks, plan(name))
         x = samples(0, 1, 4)[0, 0]
         assert torch.allclose(listed(x), build(Stack)(x), atol=1e-6)
-        close(listed.blocks)
     model = build(Stack)
     tw.shard(model.blocks[0], plan("zero3"))
     assert "give it the model's plan in the rest" in raised(UsageError, tw.shard, model, plan("zero1"))
@@ -119,12 +117,6 @@ def check_parts(plans: Sequence[str]) -> None:
     assert "before the optimizer" in raised(UsageError, tw.shard, model, plan("zero3"))
     assert "is sharded already" in raised(UsageError, tw.shard, model.blocks[0], plan("zero3"))
     close(model.blocks[0])
-
-
-@pytest.mark.slow
-@over_plans
-def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
-    run_ranks(4, check_parts, plans)
 
 
 # -- state dicts and torch.distributed.checkpoint --------------------------------------------------------------
@@ -142,7 +134,9 @@ def shard_with(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def check_exchange(path: Path) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_checkpoints_travel_between_plans_and_fsdp2(tmp_path: Path) -> None:
     """Each loads the other's checkpoint, and training continues without a difference."""
     for saver, loader in (
         ("zero3", "zero1"),
@@ -154,10 +148,10 @@ def check_exchange(path: Path) -> None:
         model, optim = shard_with(saver, 0)
         train(model, optim)
         states = dict(zip(("model", "optim"), get_state_dict(model, optim), strict=True))
-        dcp.save(states, checkpoint_id=path / f"{saver}-{loader}")
+        dcp.save(states, checkpoint_id=tmp_path / f"{saver}-{loader}")
         other, other_optim = shard_with(loader, 1)
         states = dict(zip(("model", "optim"), get_state_dict(other, other_optim), strict=True))
-        dcp.load(states, checkpoint_id=path / f"{saver}-{loader}")
+        dcp.load(states, checkpoint_id=tmp_path / f"{saver}-{loader}")
         set_state_dict(other, other_optim, model_state_dict=states["model"], optim_state_dict=states["optim"])
         check_same(other, model, f"loaded from {saver} into {loader}")
         train(model, optim)
@@ -166,11 +160,10 @@ def check_exchange(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_travel_between_plans_and_fsdp2(tmp_path: Path) -> None:
-    run_ranks(4, check_exchange, tmp_path)
-
-
-def check_full_states(path: Path, plans: Sequence[str]) -> None:
+@over_plans
+@on_ranks(4)
+def test_full_state_dicts(tmp_path: Path, plans: Sequence[str]) -> None:
+    path = tmp_path / "states.pt"
     for name in plans:
         model, optim = shard_with(name, 0)
         train(model, optim)
@@ -193,9 +186,3 @@ def check_full_states(path: Path, plans: Sequence[str]) -> None:
             own = states if dist.get_rank() == 0 or not options.broadcast_from_rank0 else {}
             set_model_state_dict(another, dict(own), options=options)
             check_same(another, model, f"set_model_state_dict under {name}")
-
-
-@pytest.mark.slow
-@over_plans
-def test_full_state_dicts(tmp_path: Path, plans: Sequence[str]) -> None:
-    run_ranks(4, check_full_states, tmp_path / "states.pt", plans)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     WIDTH,
     Place,
-    close,
     every,
     over_plans,
     plan,
@@ -96,7 +96,7 @@ class Former(Stack):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
 def test_outputs_of_any_form(name: str) -> None:
     run_ranks(4, partial(every, plans=(name,)), [partial(Former, form) for form in FORMS])
 
@@ -242,18 +242,14 @@ def check_buffers(name: str) -> None:
         saved = model.state_dict()
     assert "secret" not in saved
     assert torch.equal(saved["statistics.running_mean"], alone.running_mean)
-    close(model)
-
-
-def check_all_buffers(plans: Sequence[str]) -> None:
-    for name in plans:
-        check_buffers(name)
 
 
 @pytest.mark.slow
 @over_plans
+@on_ranks(4)
 def test_buffers_start_as_rank_zeros_and_then_stay_local(plans: Sequence[str]) -> None:
-    run_ranks(4, check_all_buffers, plans)
+    for name in plans:
+        check_buffers(name)
 
 
 class BatchNormed(Stack):

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.support.training.edge import ADAMW, TOLERANCE, WIDTH, build, close, gap, parity, plan, samples, whole
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import ADAMW, TOLERANCE, WIDTH, build, gap, parity, plan, samples, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -64,19 +64,17 @@ class ReadsAgain(ReadsTwice):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def check_reads(plans: Sequence[str]) -> None:
+@pytest.mark.slow
+@over_read
+@on_ranks(4)
+def test_weights_are_up_to_date_and_whole_wherever_a_forward_reads_them(plans: Sequence[str]) -> None:
     parity(ReadsChildren, plans, units=["inner", "layers.0", "layers.1", "layers.2"])
     for model_class in (ReadsTwice, ReadsAgain):
         parity(model_class, plans, units=["table", "layers.0", "layers.1"])
 
 
-@pytest.mark.slow
-@over_read
-def test_weights_are_up_to_date_and_whole_wherever_a_forward_reads_them(plans: Sequence[str]) -> None:
-    run_ranks(4, check_reads, plans)
-
-
-def check_reads_between() -> None:
+@on_ranks(4)
+def test_reads_between_steps() -> None:
     """Between steps a rank may read what it has whole, alone; what is sharded it does not gather by itself."""
     for name in ("zero1-node", "zero3"):
         model = tw.shard(build(ReadsTwice), plan(name))
@@ -93,11 +91,6 @@ def check_reads_between() -> None:
         if name == "zero3":
             assert all(unit.buffers[0].shard is not None for unit in runtime(model).units)
             assert not any(unit.ready for unit in runtime(model).units if unit.sharded)
-        close(model)
-
-
-def test_reads_between_steps() -> None:
-    run_ranks(4, check_reads_between)
 
 
 class Scaled(nn.Module):
@@ -116,14 +109,10 @@ class Scaled(nn.Module):
         return x
 
 
-def check_dtypes() -> None:
+@on_ranks(4)
+def test_units_take_inputs_of_any_dtype() -> None:
     model = tw.shard(build(Scaled), plan("zero3", compute_dtype="bfloat16"))
     assert model(samples(0, 1, 4)[0, 0]).dtype == torch.float32  # the buffer's, as in torch
-    close(model)
-
-
-def test_units_take_inputs_of_any_dtype() -> None:
-    run_ranks(4, check_dtypes)
 
 
 SCRIPT = """
@@ -158,7 +147,9 @@ def train_on_retained_graphs(model: nn.Module, optim: torch.optim.Optimizer, pla
         optim.zero_grad()
 
 
-def check_retained_graphs(plans: Sequence[str]) -> None:
+@over_read
+@on_ranks(4)
+def test_a_retained_graph_may_begin_with_a_read_weight(plans: Sequence[str]) -> None:
     """The second backward begins where the weight was read, before any unit's hook runs."""
     alone = build(ReadsTwice)
     train_on_retained_graphs(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), [0, 1, 2, 3])
@@ -166,9 +157,3 @@ def check_retained_graphs(plans: Sequence[str]) -> None:
         model = tw.shard(build(ReadsTwice), plan(name), units=["table", "layers.0", "layers.1"])
         train_on_retained_graphs(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), [dist.get_rank()])
         assert gap(whole(model), list(alone.parameters())) <= TOLERANCE, name
-        close(model)
-
-
-@over_read
-def test_a_retained_graph_may_begin_with_a_read_weight(plans: Sequence[str]) -> None:
-    run_ranks(4, check_retained_graphs, plans)

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.edge import ADAMW, WIDTH, build, close, gap, plan, raised, samples, train_sharded, whole
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import ADAMW, WIDTH, build, gap, plan, raised, samples, train_sharded, whole
 from tests.support.training.models import Shapes, Stack, UnusedParameters
 from torch import nn
 
 import thinwire as tw
 from thinwire.checkpoint.manifest import MANIFEST_NAME, seal
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -59,8 +59,14 @@ ADAGRAD = {"lr": 1e-2, "eps": 0.1}  # has state before its first step, that of u
 MOVES += [(UnusedParameters, torch.optim.Adagrad, ADAGRAD, *pair) for pair in (NAMES[:2], NAMES[3:])]
 
 
-def check_unusual_models(directory: str, moves: Sequence[Move]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moves", [[MOVES[1], MOVES[2], MOVES[5]], [MOVES[0], *MOVES[3:5], MOVES[6]]], ids=["few", "others"]
+)
+@on_ranks(4)
+def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]) -> None:
     """Saved under one plan and loaded under each other one, training continues without a difference."""
+    directory = str(tmp_path)
     for model_class, kind, options, saved, loaded in moves:
         path = str(Path(directory) / f"{model_class.__name__}-{kind.__name__}-{saved}")
         model, optim = start(saved, model_class, kind=kind, options=options)
@@ -77,22 +83,13 @@ def check_unusual_models(directory: str, moves: Sequence[Move]) -> None:
             train_sharded(net, optimizer, steps=range(2, 4), micro_batches=1)
         assert gap(whole(other), whole(model)) <= 1e-6, label
         assert gap(whole(other), list(build(model_class).parameters())) > 1e-3
-        for net in (model, other):
-            close(net)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moves",
-    [[MOVES[1], MOVES[2], MOVES[5]], pytest.param([MOVES[0], *MOVES[3:5], MOVES[6]], marks=pytest.mark.slow)],
-    ids=["few", "others"],
-)
-def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]) -> None:
-    run_ranks(4, check_unusual_models, str(tmp_path), moves)
-
-
-def check_precisions(path: str) -> None:
+@on_ranks(4)
+def test_masters_survive_any_compute_type(tmp_path: Path) -> None:
     """Checkpoints store masters, so trained values lose nothing to bf16; only frozen values do."""
+    path = str(tmp_path / "c")
     model, optim = start("zero3", Odd, compute_dtype="bfloat16")
     train_sharded(model, optim, steps=range(2), micro_batches=1)
     masters = {(o.fragment.slot.name, o.fragment.offset): o.value.detach().clone() for o in optim.fragments}
@@ -110,16 +107,12 @@ def check_precisions(path: str) -> None:
     for owned in narrow_optim.fragments:
         assert torch.equal(owned.value, masters[owned.fragment.slot.name, owned.fragment.offset])
     assert gap(whole(narrow), whole(model)) == 0.0
-    for net in (model, wide, narrow):
-        close(net)
 
 
 @pytest.mark.slow
-def test_masters_survive_any_compute_type(tmp_path: Path) -> None:
-    run_ranks(4, check_precisions, str(tmp_path / "c"))
-
-
-def check_without_optimizer(path: str) -> None:
+@on_ranks(4)
+def test_parameters_alone_and_back_in_time(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
     model, optim = start("zero3")
     train_sharded(model, optim, steps=range(1), micro_batches=1)
     tw.save(model, None, path)
@@ -131,13 +124,6 @@ def check_without_optimizer(path: str) -> None:
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     tw.load(model, optim, path)
     assert gap(whole(model), whole(other)) == 0.0
-    for net in (model, other):
-        close(net)
-
-
-@pytest.mark.slow
-def test_parameters_alone_and_back_in_time(tmp_path: Path) -> None:
-    run_ranks(4, check_without_optimizer, str(tmp_path / "c"))
 
 
 # -- what does not fit -----------------------------------------------------------------------------------------
@@ -171,7 +157,10 @@ def state_of(optim: Any) -> dict[tuple[int, str], torch.Tensor]:
     }
 
 
-def check_misfits(path: str) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
     model, optim = start("zero3")
     train_sharded(model, optim, steps=range(1), micro_batches=1)
     tw.save(model, optim, path, extra={"a": 1})
@@ -196,21 +185,18 @@ def check_misfits(path: str) -> None:
             assert list(after) == list(state)
             assert all(torch.equal(after[key], state[key]) for key in state)
             assert all(group["lr"] == ADAMW["lr"] for group in fresh.param_groups)
-            close(other)
     error = raised(CheckpointError, tw.save, model, optim, path, extra={"rank": dist.get_rank()})
     assert "'extra'" in error
     with tw.full_parameters(model):
         assert "load() inside full_parameters()" in raised(UsageError, tw.load, model, optim, path)
     assert tw.load(model, optim, path) == {"a": 1}
-    close(model)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(4, check_misfits, str(tmp_path / "c"))
-
-
-def check_damaged_feedback(path: str) -> None:
+@on_ranks(4)
+def test_error_feedback_of_any_length_is_refused(tmp_path: Path) -> None:
+    """Nothing is allocated for it, and no rank waits for one that has found it."""
+    path = str(tmp_path / "c")
     wire = {"reduce_intra": "int8:64", "reduce_inter": "int8:64", "error_feedback": True}
     model, optim = start("zero1-node", wire=wire)
     train_sharded(model, optim, steps=range(1), micro_batches=1)
@@ -227,14 +213,10 @@ def check_damaged_feedback(path: str) -> None:
         assert f"how feedback/{key} is shared out" in raised(CheckpointError, tw.load, model, optim, path)
 
 
-@pytest.mark.slow
-def test_error_feedback_of_any_length_is_refused(tmp_path: Path) -> None:
-    """Nothing is allocated for it, and no rank waits for one that has found it."""
-    run_ranks(4, check_damaged_feedback, str(tmp_path / "c"))
-
-
-def check_gradients_do_not_survive(path: str) -> None:
+@on_ranks(4)
+def test_a_load_forgets_gradients(tmp_path: Path) -> None:
     """A load in the middle of an accumulation restarts the step."""
+    path = str(tmp_path / "c")
     model, optim = start("zero1-node")
     train_sharded(model, optim, steps=range(1), micro_batches=1)
     tw.save(model, optim, path)
@@ -244,15 +226,14 @@ def check_gradients_do_not_survive(path: str) -> None:
     tw.load(model, optim, path)
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     assert gap(whole(model), expected) == 0.0
-    close(model)
 
 
-def test_a_load_forgets_gradients(tmp_path: Path) -> None:
-    run_ranks(4, check_gradients_do_not_survive, str(tmp_path / "c"))
-
-
-def check_a_half_loaded_model(path: str, damage: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["short", "header", "block"])
+@on_ranks(4)
+def test_a_model_that_a_load_has_half_filled_is_not_used(tmp_path: Path, damage: str) -> None:
     """What was found out before anything changed leaves the model as it was; what was found too late bars its use."""
+    path = str(tmp_path / "c")
     model, optim = start("zero1-node")
     train_sharded(model, optim, steps=range(1), micro_batches=1)
     tw.save(model, optim, path)
@@ -296,10 +277,3 @@ def check_a_half_loaded_model(path: str, damage: str) -> None:
     assert gap(whole(model), expected) == 0.0
     train_sharded(model, optim, steps=range(1, 2), micro_batches=1)
     assert gap(whole(model), before) == 0.0
-    close(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["short", "header", "block"])
-def test_a_model_that_a_load_has_half_filled_is_not_used(tmp_path: Path, damage: str) -> None:
-    run_ranks(4, check_a_half_loaded_model, str(tmp_path / "c"), damage)

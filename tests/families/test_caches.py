@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.families import catalog
 from tests.support.families.training import ADAMW, differences, losses_alone, losses_sharded, plan, quiet
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -48,7 +49,9 @@ def most_gathered(model: nn.Module, **options: Any) -> int:
     return most
 
 
-def check_gathered() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_units_are_freed_behind_a_backward_that_a_cache_holds_keys_of() -> None:
     with quiet():
         model = tw.shard(deep_llama(), plan("zero3", prefetch=1))
         optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
@@ -57,12 +60,6 @@ def check_gathered() -> None:
             assert most <= 4, f"use_cache = {use_cache}: {most} of {len(runtime(model).units)} units are whole at once"
             optim.step()
             optim.zero_grad()
-        runtime(model).lanes.close()
-
-
-@pytest.mark.slow
-def test_units_are_freed_behind_a_backward_that_a_cache_holds_keys_of() -> None:
-    run_ranks(2, check_gathered)
 
 
 def check_generation(names: list[str], plan_name: str) -> None:
@@ -77,7 +74,6 @@ def check_generation(names: list[str], plan_name: str) -> None:
             assert torch.equal(model.generate(**inputs, **options), wanted), name
             with tw.full_parameters(model):
                 assert torch.equal(model.generate(**inputs, **options), wanted), name
-            runtime(model).lanes.close()
 
 
 @pytest.mark.slow
@@ -128,7 +124,6 @@ def check_recomputation(names: list[str], plan_name: str) -> None:
             losses = losses_sharded(name, model, 2)
             assert losses == pytest.approx(expected, rel=2e-6), name
             assert not differences(model, reference), name
-            runtime(model).lanes.close()
 
 
 @pytest.mark.slow
@@ -136,7 +131,8 @@ def test_recomputation_by_the_plan_leaves_the_cache_out() -> None:
     run_ranks(2, check_recomputation, ["llama", "gemma2", "bart"], "zero3")
 
 
-def check_given_cache() -> None:
+@on_ranks(2)
+def test_a_cache_that_recomputation_would_append_to_twice_is_refused() -> None:
     import transformers
 
     with quiet():
@@ -146,11 +142,6 @@ def check_given_cache() -> None:
             model(input_ids=ids, past_key_values=transformers.DynamicCache(), use_cache=True)
         with torch.no_grad():
             assert model(input_ids=ids, use_cache=True).past_key_values.get_seq_length() == ids.shape[1]
-        runtime(model).lanes.close()
-
-
-def test_a_cache_that_recomputation_would_append_to_twice_is_refused() -> None:
-    run_ranks(2, check_given_cache)
 
 
 RECOMPUTED = [
@@ -164,7 +155,8 @@ def test_recomputation_of_many_architectures() -> None:
     run_ranks(2, check_recomputation, RECOMPUTED, "zero3")
 
 
-def check_shared_activation() -> None:
+@on_ranks(2)
+def test_a_module_without_parameters_that_models_share_gets_no_hooks() -> None:
     from transformers.activations import gelu
 
     class Block(nn.Module):
@@ -177,13 +169,9 @@ def check_shared_activation() -> None:
 
     other = nn.Sequential(nn.Linear(4, 4), gelu)
     model = tw.shard(nn.Sequential(Block(), Block()), plan("zero3"))
+    assert model[0].activation is gelu
     names = list(other.state_dict())
     assert names == ["0.weight", "0.bias"]
     other.load_state_dict(other.state_dict())
     assert not gelu._state_dict_pre_hooks
     assert not gelu._forward_pre_hooks
-    runtime(model).lanes.close()
-
-
-def test_a_module_without_parameters_that_models_share_gets_no_hooks() -> None:
-    run_ranks(2, check_shared_activation)

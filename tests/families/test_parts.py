@@ -9,10 +9,9 @@ import pytest
 import torch
 from tests.support.families import catalog
 from tests.support.families.training import plan, quiet
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -30,7 +29,10 @@ PARTS: Final[dict[str, tuple[str, Call]]] = {
 }
 
 
-def check_part(part: str, plan_name: str) -> None:
+@pytest.mark.parametrize("plan_name", ["zero1", "zero3"])
+@pytest.mark.parametrize("part", PARTS)
+@on_ranks(2)
+def test_a_part_called_by_itself(part: str, plan_name: str) -> None:
     """On every rank, a part computes the same as unsharded, with and without gradients, before and after a step."""
     name, call = PARTS[part]
     with quiet():
@@ -43,10 +45,3 @@ def check_part(part: str, plan_name: str) -> None:
             torch.testing.assert_close(call(model, batch), call(reference, batch))
             with torch.no_grad():
                 torch.testing.assert_close(model(**batch).loss, reference(**batch).loss)
-        runtime(model).lanes.close()
-
-
-@pytest.mark.parametrize("plan_name", ["zero1", "zero3"])
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_called_by_itself(part: str, plan_name: str) -> None:
-    run_ranks(2, check_part, part, plan_name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ import torch
 import torch.distributed as dist
 from tests.support.families import catalog
 from tests.support.families.training import ADAMW, TOLERANCE, differences, plan, quiet
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -63,7 +62,6 @@ def check_skipping(plan_name: str, micro_batches: int, fields: dict[str, Any]) -
         plain.zero_grad()
     beyond = differences(model, reference)
     assert not beyond, beyond
-    runtime(model).lanes.close()
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -71,9 +69,6 @@ def check_skipping(plan_name: str, micro_batches: int, fields: dict[str, Any]) -
 def test_ranks_run_different_units_where_parameters_are_whole(plan_name: str, micro_batches: int) -> None:
     run_ranks(2, check_skipping, plan_name, micro_batches, {}, timeout=30)
     run_ranks(2, check_skipping, plan_name, micro_batches, {"granularity": "module", "bucket_bytes": 64}, timeout=30)
-
-
-Batch = Callable[[int], dict[str, Any]]
 
 
 def drop_layers(step: int, rank: int) -> dict[str, Any]:
@@ -92,14 +87,25 @@ def experts(step: int, rank: int) -> dict[str, Any]:
     return catalog.batch("switch_transformers", step, rank)
 
 
-def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_name: str, fields: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("plan_name", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    ("name", "batch", "granularity"),
+    [
+        ("wav2vec2", drop_layers, "block"),
+        ("llava", text_on_one_rank, "block"),
+        ("switch_transformers", experts, "module"),
+    ],
+)
+@on_ranks(2, timeout=60)
+def test_models_whose_ranks_differ(name: str, batch: Any, granularity: str, plan_name: str) -> None:
     with quiet():
         reference = catalog.build(name)
         model = catalog.build(name)
         if name == "wav2vec2":
             for trained in (reference, model):
                 trained.config.layerdrop = 0.5
-        tw.shard(model, plan(plan_name, **fields))
+        tw.shard(model, plan(plan_name, granularity=granularity))
         optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
         plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
         world = dist.get_world_size()
@@ -115,18 +121,3 @@ def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_nam
             plain.zero_grad()
         beyond = differences(model, reference)
         assert not beyond, beyond
-        runtime(model).lanes.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan_name", ["ddp", "zero1"])
-@pytest.mark.parametrize(
-    ("name", "batch", "granularity"),
-    [
-        ("wav2vec2", drop_layers, "block"),
-        ("llava", text_on_one_rank, "block"),
-        ("switch_transformers", experts, "module"),
-    ],
-)
-def test_models_whose_ranks_differ(name: str, batch: Any, granularity: str, plan_name: str) -> None:
-    run_ranks(2, check_model, name, batch, plan_name, {"granularity": granularity}, timeout=60)

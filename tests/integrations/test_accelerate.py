@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,7 +23,6 @@ accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from accelerate.local_sgd import LocalSGD  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import (  # noqa: E402
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -129,11 +129,16 @@ class Loop:
         return torch.cat(losses)
 
 
+def accelerator_of(plan: str | None, **options: Any) -> Any:
+    """Of accelerate itself, or over a plan."""
+    if plan is None:
+        return accelerate.Accelerator(cpu=True, **options)
+    return ThinwireAccelerator(cpu=True, plan=plan, **options)
+
+
 def run(plan: str | None, clip: float | None = None, steps: int = STEPS, **options: Any) -> Course:
     with job():
-        kind = accelerate.Accelerator if plan is None else ThinwireAccelerator
-        chosen = {} if plan is None else {"plan": plan}
-        return Loop(kind(cpu=True, **chosen, **options), clip=clip, steps=steps).train()
+        return Loop(accelerator_of(plan, **options), clip=clip, steps=steps).train()
 
 
 def assert_alike(got: Course, want: Course) -> None:
@@ -244,8 +249,10 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ other settings
 
 
-def half_precision() -> tuple[Course, Course, int]:
-    """A course in float16, the same course in float32 without the steps that float16 skipped, and their number."""
+@pytest.mark.slow
+@on_ranks(2, timeout=100)
+def test_float16_has_a_loss_scale_and_skips_steps() -> None:
+    """A course in float16, and the same course in float32 without the steps that float16 skipped."""
     with job():
         scaling = accelerate.utils.GradScalerKwargs(init_scale=2.0**30)
         accelerator = ThinwireAccelerator(plan="zero3", cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
@@ -253,25 +260,21 @@ def half_precision() -> tuple[Course, Course, int]:
         assert accelerator.loss_scale is not None
         skipped = accelerator.loss_scale.skipped_steps
     with job():
-        return got, Loop(ThinwireAccelerator(plan="zero3", cpu=True), clip=0.1).train(skip=skipped), skipped
+        want = Loop(ThinwireAccelerator(plan="zero3", cpu=True), clip=0.1).train(skip=skipped)
+    assert 1 <= skipped < 15, "2 ** 30 overflows"
+    assert got.rates == [1e-2] * skipped + want.rates
+    assert got.losses[skipped:] == pytest.approx(want.losses, rel=2e-3)
+    assert got.norms[skipped:] == pytest.approx(want.norms, rel=2e-2)
 
 
 @pytest.mark.slow
-def test_float16_has_a_loss_scale_and_skips_steps() -> None:
-    for got, want, skipped in run_ranks(2, half_precision, timeout=100):
-        assert 1 <= skipped < 15, "2 ** 30 overflows"
-        assert got.rates == [1e-2] * skipped + want.rates
-        assert got.losses[skipped:] == pytest.approx(want.losses, rel=2e-3)
-        assert got.norms[skipped:] == pytest.approx(want.norms, rel=2e-2)
-
-
-def deferred_and_compiled() -> None:
+@on_ranks(2, timeout=200)
+def test_deferred_gradients_and_compiled_models() -> None:
     """Gradients that are combined by ``trigger_sync_in_backward``, and a compiled model."""
 
     def deferred(plan: str | None) -> list[torch.Tensor]:
         with job():
-            kind = accelerate.Accelerator if plan is None else ThinwireAccelerator
-            accelerator = kind(cpu=True, **({} if plan is None else {"plan": plan}))
+            accelerator = accelerator_of(plan)
             loop = Loop(accelerator)
             batches = iter(loop.training)
             norms = []
@@ -292,11 +295,6 @@ def deferred_and_compiled() -> None:
     torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-4, atol=0)
 
 
-@pytest.mark.slow
-def test_deferred_gradients_and_compiled_models() -> None:
-    run_ranks(2, deferred_and_compiled, timeout=200)
-
-
 def train_apart(accelerator: Any, loop: Loop, batches: Iterator[torch.Tensor]) -> None:
     with LocalSGD(accelerator, loop.model, 2) as local:
         for batch in batches:
@@ -309,7 +307,7 @@ def train_apart(accelerator: Any, loop: Loop, batches: Iterator[torch.Tensor]) -
 def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
     """Norms of a loop that calls the prepared model's own ``no_sync``, as over DDP's wrapper."""
     with job():
-        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        accelerator = accelerator_of(plan)
         loop, norms = Loop(accelerator), []
         batches = iter(loop.training)
         for _ in range(3):
@@ -327,14 +325,11 @@ def accumulated_by_hand(plan: str | None) -> list[torch.Tensor]:
         return norms
 
 
-def by_hand_equals_ddp() -> None:
+@on_ranks(2)
+def test_the_models_own_no_sync() -> None:
     want = accumulated_by_hand(None)
     for plan in ("zero1", "zero3"):
         torch.testing.assert_close(accumulated_by_hand(plan), want, rtol=1e-4, atol=0)
-
-
-def test_the_models_own_no_sync() -> None:
-    run_ranks(2, by_hand_equals_ddp)
 
 
 class WithModes(torch.optim.SGD):
@@ -371,7 +366,7 @@ class WithModes(torch.optim.SGD):
 def with_modes(plan: str | None) -> list[torch.Tensor]:
     """Losses of validation sequences under the means."""
     with job():
-        accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+        accelerator = accelerator_of(plan)
         model = build()
         loop = Loop(accelerator)
         model, optimizer = accelerator.prepare(model, WithModes(model.parameters(), lr=0.5))
@@ -386,24 +381,18 @@ def with_modes(plan: str | None) -> list[torch.Tensor]:
         return found
 
 
-def modes_equal_ddp() -> None:
+@on_ranks(2)
+def test_optimizers_with_modes_equal_ddp() -> None:
     want = with_modes(None)
     assert not torch.equal(want[0], want[-1])
     for plan in ("zero1", "zero3"):
         torch.testing.assert_close(with_modes(plan), want, rtol=1e-5, atol=0)
 
 
-def test_optimizers_with_modes_equal_ddp() -> None:
-    run_ranks(2, modes_equal_ddp)
-
-
 def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:
     """A generator, and a discriminator with two optimizers, which clip parts and by value; saved and loaded midway."""
-    if plan is None:
-        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-        accelerator = accelerate.Accelerator(cpu=True, kwargs_handlers=[handler])
-    else:
-        accelerator = ThinwireAccelerator(cpu=True, plan=plan)
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)] if plan is None else []
+    accelerator = accelerator_of(plan, kwargs_handlers=handlers)
     torch.manual_seed(0)
     generator = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     judge = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
@@ -450,7 +439,7 @@ def adversaries(plan: str | None, folder: str) -> list[torch.Tensor]:
 
 def common_optimizer(plan: str | None, folder: str) -> list[torch.Tensor]:
     """Two models of which one optimizer holds all parameters, as those of a diffusion model and its text encoder."""
-    accelerator = accelerate.Accelerator(cpu=True) if plan is None else ThinwireAccelerator(cpu=True, plan=plan)
+    accelerator = accelerator_of(plan)
     torch.manual_seed(0)
     encoder, decoder = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
     plain = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
@@ -471,7 +460,9 @@ def common_optimizer(plan: str | None, folder: str) -> list[torch.Tensor]:
     return [value.clone() for m in (encoder, decoder) for value in accelerator.get_state_dict(m).values()]
 
 
-def adversaries_equal_ddp(folder: str) -> list[bool]:
+@on_ranks(2)
+def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     equal = []
     for program in (adversaries, common_optimizer):
         results = []
@@ -479,11 +470,7 @@ def adversaries_equal_ddp(folder: str) -> list[bool]:
             with job():
                 results.append(program(plan, f"{folder}/{program.__name__}/{plan}"))
         equal += [all(map(torch.equal, got, results[0])) for got in results[1:]]
-    return equal
-
-
-def test_several_models_and_optimizers_equal_ddp(tmp_path: Path) -> None:
-    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True] * 4] * 2
+    assert equal == [True] * 4
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -494,10 +481,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A job of one rank, whose state accelerate forgets at the end."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    yield
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    PartialState._shared_state.clear()
+    with job():
+        yield
 
 
 @pytest.mark.usefixtures("alone")

@@ -23,7 +23,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from tests.support.frameworks.fabric import fabric_of  # noqa: E402
 from tests.support.frameworks.lightning import trainer as lightning_trainer  # noqa: E402
-from tests.support.frameworks.transformers import LENGTH, Text, build, join  # noqa: E402
+from tests.support.frameworks.transformers import LENGTH, Text, build  # noqa: E402
 
 from thinwire.integrations.accelerate import AutoPlan, ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.fabric import ThinwireFabricStrategy  # noqa: E402
@@ -91,7 +91,6 @@ Course = Callable[[tw.Plan | AutoPlan, Path], tuple[nn.Module, list[float]]]
 
 def raced(folder: Path, course: Course) -> tuple[str, list[float], list[float], list[str]]:
     """The plan that a race takes, losses under it and under the same plan by name, and what the log says."""
-    join()
     auto = AutoPlan(sequence_length=LENGTH, micro_batch=2, profile=folder / "slow.json")
     with heard() as said:
         torch.manual_seed(7)
@@ -117,7 +116,6 @@ def test_a_race_decides_and_leaves_nothing(course: Course, tmp_path: Path) -> No
 
 
 def refused() -> None:
-    join()
     plain = ThinwireAccelerator(cpu=True, plan=AutoPlan(sequence_length=8, micro_batch=1))
     with pytest.raises(UsageError, match=r"AutoPlan: Linear is no model of transformers.*name a preset"):
         plain.prepare(nn.Linear(4, 4))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from tests.support.frameworks.fabric import (
@@ -22,6 +20,7 @@ from tests.support.frameworks.fabric import (
     parts,
     weights,
 )
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -43,43 +42,32 @@ class Counter:
         self.count = state["count"]
 
 
-def compare(
-    settings: Sequence[tuple[int, float | None]], names: Sequence[str]
-) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Train with DDP and with strategies, in one job."""
-    pairs = []
-    for accumulate, clip in settings:
-        results = {}
-        for name in ("ddp", *names):
-            fabric = fabric_of(dist.get_world_size(), name)
-            made = parts(fabric)
-            result = loop(fabric, made, accumulate, clip, range(STEPS))
-            results[name] = {**result, "weights": weights(made[0].module)}
-        pairs += [(f"{name}, accumulation {accumulate}, clip {clip}", results["ddp"], results[name]) for name in names]
-    return pairs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings", "names"),
     [
         (2, [(4, 0.1)], ["thinwire"]),
-        pytest.param(
-            4,
-            [(1, None), (1, 0.1), (4, None), (4, 0.1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        (4, [(1, None), (1, 0.1), (4, None), (4, 0.1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
     ],
 )
+@on_ranks("world")
 def test_training_equals_ddp(world: int, settings: Sequence[tuple[int, float | None]], names: Sequence[str]) -> None:
-    for case, reference, result in run_ranks(world, compare, settings, names)[0]:
-        assert len(result["losses"]) >= STEPS, case
-        for key in ("losses", "norms", "evaluated", "rates"):
-            assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
-        assert result["losses"][-1] != result["losses"][0]
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+    for accumulate, clip in settings:
+        results = {}
+        for name in ("ddp", *names):
+            fabric = fabric_of(world, name)
+            made = parts(fabric)
+            result = loop(fabric, made, accumulate, clip, range(STEPS))
+            results[name] = {**result, "weights": weights(made[0].module)}
+        reference = results.pop("ddp")
+        for name, result in results.items():
+            case = f"{name}, accumulation {accumulate}, clip {clip}"
+            assert len(result["losses"]) >= STEPS, case
+            for key in ("losses", "norms", "evaluated", "rates"):
+                assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
+            assert result["losses"][-1] != result["losses"][0]
+            for each, value in reference["weights"].items():
+                torch.testing.assert_close(result["weights"][each], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {each}")
 
 
 def save_midway(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -120,7 +108,9 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
         torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def sent_bytes() -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_fabric_sends_what_a_loop_sends() -> None:
     """Bytes of three steps through Fabric, and of the same steps in a loop of one's own."""
     fabric = fabric_of(4, "thinwire")
     made = parts(fabric)
@@ -132,52 +122,36 @@ def sent_bytes() -> tuple[dict[str, Any], dict[str, Any]]:
         tw.clip_grad_norm_(own, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return tw.traffic(made[0].module), tw.traffic(own)
+    sent, wanted = tw.traffic(made[0].module), tw.traffic(own)
+    for lane in ("reduce", "sync", "spread"):
+        assert sent[lane] == wanted[lane], lane
+    assert sum(wanted["reduce"].values()) > 0
 
 
 @pytest.mark.slow
-def test_fabric_sends_what_a_loop_sends() -> None:
-    for by_fabric, own in run_ranks(4, sent_bytes):
-        for lane in ("reduce", "sync", "spread"):
-            assert by_fabric[lane] == own[lane], lane
-        assert sum(own["reduce"].values()) > 0
+@on_ranks(2)
+def test_what_cannot_work_is_one_sentence() -> None:
+    def refused(pattern: str) -> Any:
+        return pytest.raises((UsageError, SpecError), match=pattern)
 
-
-def refusals() -> list[str]:
-    """Sentences of what thinwire cannot do in Fabric's loop."""
-    said = []
-
-    def refused(call: Any) -> None:
-        with pytest.raises((UsageError, SpecError)) as caught:
-            call()
-        said.append(str(caught.value))
-
-    refused(lambda: fabric_of(2, "thinwire", precision="64-true"))
+    with refused("precision = '64-true'"):
+        fabric_of(2, "thinwire", precision="64-true")
     fabric = fabric_of(2, "thinwire")
-    model = Blocks()
-    other = Blocks()
-    refused(lambda: fabric.setup(model, torch.optim.SGD(other.parameters(), 0.1)))
+    model, other = Blocks(), Blocks()
+    with refused("parameters of SGD are not parameters"):
+        fabric.setup(model, torch.optim.SGD(other.parameters(), 0.1))
     scheduled = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(scheduled)
-    refused(lambda: fabric.setup(model, scheduled))
+    with refused("pass it along"):
+        fabric.setup(model, scheduled)
     assert scheduler.optimizer is scheduled
     module = fabric.setup_module(Blocks())
-    refused(lambda: fabric.setup_optimizers(torch.optim.SGD(other.parameters(), 0.1)))
-    refused(lambda: fabric.save("nowhere", {"step": 3}))
-    refused(lambda: fabric.save("nowhere", {"model": module}, filter={"model": lambda *_: True}))
-    return said
-
-
-@pytest.mark.slow
-def test_what_cannot_work_is_one_sentence() -> None:
-    said = run_ranks(2, refusals)[0]
-    wanted = (
-        "precision = '64-true'", "parameters of SGD are not parameters", "pass it along",
-        "fabric.setup_optimizers\\(SGD\\)", "has no sharded module",
-        "filter: the strategy",
-    )  # fmt: skip
-    for sentence, pattern in zip(said, wanted, strict=True):
-        assert re.search(pattern, sentence), (pattern, sentence)
+    with refused(r"fabric.setup_optimizers\(SGD\)"):
+        fabric.setup_optimizers(torch.optim.SGD(other.parameters(), 0.1))
+    with refused("has no sharded module"):
+        fabric.save("nowhere", {"step": 3})
+    with refused("filter: the strategy"):
+        fabric.save("nowhere", {"model": module}, filter={"model": lambda *_: True})
 
 
 def adversaries(fabric: Fabric, folder: str) -> list[torch.Tensor]:
@@ -216,13 +190,9 @@ def adversaries(fabric: Fabric, folder: str) -> list[torch.Tensor]:
     return [value for model in (generator, critic) for value in weights(model).values()]
 
 
-def adversaries_equal_ddp(folder: str) -> list[bool]:
-    expected = adversaries(fabric_of(2, DDPStrategy(find_unused_parameters=True)), f"{folder}/ddp")
-    return [
-        all(map(torch.equal, adversaries(fabric_of(2, name), f"{folder}/{name}"), expected))
-        for name in ("thinwire", "thinwire_zero1")
-    ]
-
-
+@on_ranks(2)
 def test_several_modules_and_optimizers_equal_ddp(tmp_path: Path) -> None:
-    assert run_ranks(2, adversaries_equal_ddp, str(tmp_path)) == [[True, True]] * 2
+    folder = str(tmp_path)
+    expected = adversaries(fabric_of(2, DDPStrategy(find_unused_parameters=True)), f"{folder}/ddp")
+    for name in ("thinwire", "thinwire_zero1"):
+        assert all(map(torch.equal, adversaries(fabric_of(2, name), f"{folder}/{name}"), expected)), name

@@ -37,11 +37,10 @@ def sums(model: torch.nn.Module) -> list[float]:
 
 
 def by_trainer(directory: Path, plan: str, seed: int, *, resumes: bool) -> list[float]:
-    from tests.support.frameworks.transformers import arguments, join
+    from tests.support.frameworks.transformers import arguments
 
     from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer
 
-    join()
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 6}
     settings = arguments(directory, ThinwireArguments, plan=plan, **options)
     data = [{"input_ids": row, "labels": row} for row in TOKENS]

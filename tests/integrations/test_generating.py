@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.frameworks.transformers import arguments, join, logged, reader, tokenizer_of, transformers
+from tests.support.frameworks.transformers import arguments, logged, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.testing import run_ranks
@@ -99,12 +100,17 @@ def trained(kind: type, plan: str | None, settings: Any, **options: Any) -> Any:
     return trainer
 
 
-def compare(directory: Path, course: Callable[..., Any]) -> list[list[dict[str, float]]]:
-    join()
+@pytest.mark.slow
+@pytest.mark.parametrize("course", [relative, leave_one_out, online])
+@on_ranks(2, timeout=280)
+def test_trainers_that_generate(tmp_path: Path, course: Callable[..., Any]) -> None:
+    if dist.get_rank() == 0:
+        reader(len(parts()[1])).save_pretrained(tmp_path / "model")  # from which trainers also make their references
+    dist.barrier()
     torch.manual_seed(0)
     results = []
     for plan in (None, "zero3"):
-        trainer = course(directory, plan)
+        trainer = course(tmp_path, plan)
         results.append(logged(trainer, "loss", "grad_norm"))
         if plan is not None:
             tw.traffic(trainer.model)
@@ -114,14 +120,7 @@ def compare(directory: Path, course: Callable[..., Any]) -> list[list[dict[str, 
             with torch.no_grad():
                 trainer.model(prompt)
             assert sent == tw.traffic(trainer.model)["gather"]["inside"] > 0
-    return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("course", [relative, leave_one_out, online])
-def test_trainers_that_generate(tmp_path: Path, course: Callable[..., Any]) -> None:
-    reader(len(parts()[1])).save_pretrained(tmp_path / "model")  # from which trainers also make their references
-    for want, got in run_ranks(2, compare, tmp_path, course, timeout=280):
-        assert len(got) == STEPS
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=5e-4, abs=1e-6)
+    want, got = results
+    assert len(got) == STEPS
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=5e-4, abs=1e-6)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tests.support.frameworks.lightning import STEPS, Blocks, loader, trainer, weights
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -36,43 +37,30 @@ def train(strategy: Any, folder: str, accumulate: int, clip: float | None) -> di
     return record | {"weights": weights(model), "steps": run.global_step}
 
 
-def compare(
-    folder: str, settings: Sequence[tuple[int, float | None]], names: Sequence[str]
-) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Train with DDP and with strategies, in one job."""
-    pairs = []
-    for accumulate, clip in settings:
-        reference = train("ddp", folder, accumulate, clip)
-        for name in names:
-            case = f"{name}, accumulation {accumulate}, clipping {clip}"
-            pairs.append((case, reference, train(name, folder, accumulate, clip)))
-    return pairs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings", "names"),
     [
         (2, [(4, 0.1)], ["thinwire"]),
-        pytest.param(
-            4,
-            [(1, None), (1, 0.1), (4, None), (4, 0.1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        (4, [(1, None), (1, 0.1), (4, None), (4, 0.1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
     ],
 )
+@on_ranks("world")
 def test_training_equals_ddp(
     tmp_path: Path, world: int, settings: Sequence[tuple[int, float | None]], names: Sequence[str]
 ) -> None:
-    for case, reference, result in run_ranks(world, compare, str(tmp_path), settings, names)[0]:
-        assert result["steps"] == reference["steps"] == STEPS, case
-        assert len(result["norms"]) == STEPS, case
-        for key in ("losses", "norms", "validated", "rates"):
-            assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
-        assert result["losses"][-1] != result["losses"][0]
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+    for accumulate, clip in settings:
+        reference = train("ddp", str(tmp_path), accumulate, clip)
+        for each in names:
+            case = f"{each}, accumulation {accumulate}, clipping {clip}"
+            result = train(each, str(tmp_path), accumulate, clip)
+            assert result["steps"] == reference["steps"] == STEPS, case
+            assert len(result["norms"]) == STEPS, case
+            for key in ("losses", "norms", "validated", "rates"):
+                assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
+            assert result["losses"][-1] != result["losses"][0]
+            for name, value in reference["weights"].items():
+                torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
 
 
 def save_midway(folder: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
@@ -111,33 +99,31 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
         assert not torch.equal(kept[name], value)
 
 
-def fit_twice(folder: str) -> dict[str, tuple[list[float], list[float], dict[str, torch.Tensor]]]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_second_fit_equals_ddp(tmp_path: Path) -> None:
     """Fit, validate, and fit the same module again with a new trainer."""
-    results = {}
+    results = []
     for strategy in ("ddp", "thinwire"):
         model = Blocks()
-        trainer(4, strategy, folder).fit(model, loader(4, 3))
-        trainer(4, strategy, folder).validate(model, loader(4, 2), verbose=False)
-        trainer(4, strategy, folder).fit(model, loader(4, 3))
-        results[strategy] = (model.losses, model.validated, weights(model))
-    return results
+        trainer(4, strategy, str(tmp_path)).fit(model, loader(4, 3))
+        trainer(4, strategy, str(tmp_path)).validate(model, loader(4, 2), verbose=False)
+        trainer(4, strategy, str(tmp_path)).fit(model, loader(4, 3))
+        results.append((model.losses, model.validated, weights(model)))
+    wanted, got = results
+    for result, reference in zip(got[:2], wanted[:2], strict=True):
+        assert result == pytest.approx(reference, rel=1e-5)
+    assert len(got[0]) == 6
+    for name, value in wanted[2].items():
+        torch.testing.assert_close(got[2][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow
-def test_a_second_fit_equals_ddp(tmp_path: Path) -> None:
-    results = run_ranks(4, fit_twice, str(tmp_path))[0]
-    for result, reference in zip(results["thinwire"][:2], results["ddp"][:2], strict=True):
-        assert result == pytest.approx(reference, rel=1e-5)
-    assert len(results["thinwire"][0]) == 6
-    for name, value in results["ddp"][2].items():
-        torch.testing.assert_close(results["thinwire"][2][name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def sent_bytes(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+@on_ranks(4)
+def test_the_trainer_sends_what_a_loop_sends(tmp_path: Path) -> None:
     """Bytes of three steps through the trainer, and of the same steps in a loop of one's own."""
     model = Blocks()
-    run = trainer(4, "thinwire", folder)
-    run.fit(model, loader(4, 3))
+    trainer(4, "thinwire", str(tmp_path)).fit(model, loader(4, 3))
     by_trainer = tw.traffic(model)
     own = Blocks()
     tw.shard(own, tw.Plan.preset("zero3", nodes=1, local=4, compute_dtype="float32"))
@@ -150,15 +136,10 @@ def sent_bytes(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if len(own.losses) == 2:
             break
         own.losses.append(0.0)
-    return by_trainer, tw.traffic(own)
-
-
-@pytest.mark.slow
-def test_the_trainer_sends_what_a_loop_sends(tmp_path: Path) -> None:
-    for by_trainer, own in run_ranks(4, sent_bytes, str(tmp_path)):
-        for lane in ("gather", "reduce", "sync", "spread"):
-            assert by_trainer[lane] == own[lane], lane
-        assert sum(own["gather"].values()) > 0
+    by_hand = tw.traffic(own)
+    for lane in ("gather", "reduce", "sync", "spread"):
+        assert by_trainer[lane] == by_hand[lane], lane
+    assert sum(by_hand["gather"].values()) > 0
 
 
 def fit(kind: str, folder: str, options: dict[str, Any]) -> None:

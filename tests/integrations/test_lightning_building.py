@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.frameworks.fabric import fabric_of
 from tests.support.frameworks.lightning import Blocks, loader, trainer
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -129,35 +130,27 @@ def fit(folder: str, kind: type[Configured], where: str) -> tuple[list[float], l
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "where"), [(Large, ""), (Configured, "meta")])
+@on_ranks(2)
 def test_configure_model_equals_ddp(tmp_path: Path, kind: type[Configured], where: str) -> None:
-    reference, losses = run_ranks(2, fit, str(tmp_path), kind, where)[0]
+    reference, losses = fit(str(tmp_path), kind, where)
     assert len(losses) == 8
     assert losses == pytest.approx(reference, rel=1e-5)
 
 
-def refusals(folder: str) -> list[str]:
-    said = []
-    for where in ("twice", "meta without values"):
-        with pytest.raises(UsageError) as caught:
-            fit(folder, Configured, where)
-        said.append(str(caught.value))
-    return said
-
-
 @pytest.mark.slow
+@on_ranks(2)
 def test_what_cannot_be_built_is_refused(tmp_path: Path) -> None:
-    twice, without = run_ranks(2, refusals, str(tmp_path))[0]
-    assert "is new in Configured, which is sharded" in twice
-    assert "head is a MultiheadAttention on the meta device without reset_parameters()" in without
+    with pytest.raises(UsageError, match="is new in Configured, which is sharded"):
+        fit(str(tmp_path), Configured, "twice")
+    sentence = r"head is a MultiheadAttention on the meta device without reset_parameters\(\)"
+    with pytest.raises(UsageError, match=sentence):
+        fit(str(tmp_path), Configured, "meta without values")
 
 
-def unset() -> bool:
+@on_ranks(2)
+def test_parameters_that_nothing_has_set_are_nan() -> None:
     fabric = fabric_of(2, "thinwire")
     with fabric.init_module(empty_init=True):
         model = nn.Linear(512, 512)
     fabric.setup_module(model)
-    return math.isnan(float(tw.full_state_dict(model)["weight"].sum()))
-
-
-def test_parameters_that_nothing_has_set_are_nan() -> None:
-    assert all(run_ranks(2, unset))
+    assert math.isnan(float(tw.full_state_dict(model)["weight"].sum()))

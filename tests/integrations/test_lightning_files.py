@@ -73,11 +73,11 @@ def resume(folder: str, kind: str, precision: str, world: int) -> tuple[list[flo
     ("first", "second", "precision"),
     [
         ("full", "ddp", "32-true"),
-        pytest.param("ddp", "sharded", "32-true", marks=pytest.mark.slow),
-        pytest.param("full", "full", "16-mixed", marks=pytest.mark.slow),
-        pytest.param("full", "ddp", "16-mixed", marks=pytest.mark.slow),
-        pytest.param("ddp", "full", "16-mixed", marks=pytest.mark.slow),
-        pytest.param("sharded", "full", "32-true", marks=pytest.mark.slow),
+        ("ddp", "sharded", "32-true"),
+        ("full", "full", "16-mixed"),
+        ("full", "ddp", "16-mixed"),
+        ("ddp", "full", "16-mixed"),
+        ("sharded", "full", "32-true"),
     ],
 )
 def test_files_go_between_strategies(tmp_path: Path, first: str, second: str, precision: str) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from tests.support.frameworks.lightning import WIDTH, Blocks, loader, trainer, weights
+from tests.support.ranks import on_ranks
 from tools.ported.frozen import KnowsFrozen
 from torch import nn
 from torch.nn import functional
@@ -268,25 +269,24 @@ def test_several_optimizers_resume_under_another_plan(tmp_path: Path) -> None:
         assert got == expected, name
 
 
-def scaled(folder: str) -> list[Any]:
+@on_ranks(2)
+def test_a_grad_scaler_divides_the_gradients_of_each_optimizer(tmp_path: Path) -> None:
     results = []
     for strategy in (KnowsFrozen(), "thinwire"):
         precision = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**12))
         plugins = {"plugins": [TorchElasticEnvironment(), precision]}
-        results.append(fit(strategy, folder, ActorAndCritic, plugins))
-    return results
-
-
-def test_a_grad_scaler_divides_the_gradients_of_each_optimizer(tmp_path: Path) -> None:
-    expected, got = run_ranks(2, scaled, str(tmp_path))[0]
+        results.append(fit(strategy, str(tmp_path), ActorAndCritic, plugins))
+    expected, got = results
     assert got[0] == pytest.approx(expected[0], rel=5e-3)
     assert got[2] == expected[2]
     for name, value in expected[1].items():
         torch.testing.assert_close(got[1][name], value, rtol=5e-3, atol=5e-3, msg=name)
 
 
-def saved_by_history(folder: str) -> str:
-    with pytest.raises(UsageError) as caught:
+@on_ranks(2)
+def test_states_of_other_shapes_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    with pytest.raises(UsageError, match="LBFGS"):
         fit("thinwire", folder, ByHistory, {"enable_checkpointing": True})
     whole = ThinwireStrategy("zero3", state_dict_type="full")
     keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
@@ -294,25 +294,13 @@ def saved_by_history(folder: str) -> str:
     again, _, _ = fit("thinwire", folder, ByHistory, {}, ckpt_path=Path(folder, "epoch=0.ckpt"))
     assert 0 < len(again) < len(losses)
     assert again == losses[-len(again) :]
-    return str(caught.value)
 
 
-def test_states_of_other_shapes_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    assert "LBFGS" in run_ranks(2, saved_by_history, str(tmp_path))[0]
-
-
-def synchronised(folder: str) -> list[str]:
-    """What torch says of layers that synchronise their statistics, which work on accelerators only."""
-    said = []
+@on_ranks(2)
+def test_batch_norm_is_synchronised_as_over_ddp(tmp_path: Path) -> None:
+    """By layers of torch's that work on accelerators only, and say so."""
     for strategy in (KnowsFrozen(), "thinwire"):
         model = FineTuned()
-        with pytest.raises(ValueError, match=r"SyncBatchNorm.* GPU") as caught:
-            trainer(2, strategy, folder, sync_batchnorm=True).fit(model, loader(2, 2))
-        said.append(type(caught.value).__name__)
+        with pytest.raises(ValueError, match=r"SyncBatchNorm.* GPU"):
+            trainer(2, strategy, str(tmp_path), sync_batchnorm=True).fit(model, loader(2, 2))
     assert isinstance(model.backbone[1], nn.SyncBatchNorm)
-    return said
-
-
-def test_batch_norm_is_synchronised_as_over_ddp(tmp_path: Path) -> None:
-    ddps, ours = run_ranks(2, synchronised, str(tmp_path))[0]
-    assert ours == ddps

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from tests.support.frameworks.fabric import STEPS, fabric_of, loop, parts
 from tests.support.frameworks.fabric import weights as fabric_weights
 from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -81,15 +82,6 @@ def train(
     return {name: getattr(model, name) for name in names} | {"weights": weights(model), "steps": run.global_step}
 
 
-def compare(folder: str, cases: Sequence[Sequence[Any]], names: Sequence[str]) -> list[tuple[Any, Any, Any]]:
-    """Train with DDP and with strategies, in one job of two ranks."""
-    triples = []
-    for case in cases:
-        reference = train("ddp", folder, *case)
-        triples += [((name, *case), reference, train(name, folder, *case)) for name in names]
-    return triples
-
-
 def check(case: Any, reference: dict[str, Any], result: dict[str, Any], keys: Sequence[str]) -> None:
     """Compare a run with Lightning's own. Steps that overflow have no norm, and are skipped in both."""
     for key in keys:
@@ -117,27 +109,24 @@ OVERFLOWING = ("16-mixed", 2.0**25, 0.5, 1)
     ("cases", "names"),
     [
         ([OVERFLOWING], ["thinwire"]),
-        pytest.param(
-            [OVERFLOWING, ("bf16-mixed", 1.0, 0.5, 1)],
-            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([OVERFLOWING, ("bf16-mixed", 1.0, 0.5, 1)], ["thinwire_zero1", "thinwire_zero2", "thinwire"]),
         # zero1 would send sums of micro-batches in the compute dtype, and DDP sends them in float32.
-        pytest.param(
-            [("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, None, 4)],
-            ["thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, None, 4)], ["thinwire_zero2", "thinwire"]),
     ],
 )
+@on_ranks(2)
 def test_training_equals_ddp(tmp_path: Path, cases: Any, names: Any) -> None:
-    for case, reference, result in run_ranks(2, compare, str(tmp_path), cases, names)[0]:
-        runs = [{**run, **of_steps_made(run)} for run in (reference, result)]
-        check(case, *runs, ("losses", "validated", "norms", "gradients", "rates", "scales", "skipped"))
-        assert result["steps"] == reference["steps"] == STEPS
-        if case[1:] == OVERFLOWING:
-            assert sum(result["skipped"]) > 5
-            assert result["rates"][0] > result["rates"][8], "Lightning's schedulers also follow steps that are skipped"
+    for case in cases:
+        reference = train("ddp", str(tmp_path), *case)
+        for name in names:
+            result = train(name, str(tmp_path), *case)
+            runs = [{**run, **of_steps_made(run)} for run in (reference, result)]
+            check((name, *case), *runs, ("losses", "validated", "norms", "gradients", "rates", "scales", "skipped"))
+            assert result["steps"] == reference["steps"] == STEPS
+            if case == OVERFLOWING:
+                assert sum(result["skipped"]) > 5
+                rates = result["rates"]
+                assert rates[0] > rates[8], "Lightning's schedulers also follow steps that are skipped"
 
 
 def save_midway(folder: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -181,29 +170,21 @@ def fabric_run(name: str, precision: str, scale: float, accumulate: int) -> dict
     return result | {"weights": fabric_weights(made[0].module)}
 
 
-def compare_fabric(cases: Sequence[Sequence[Any]], names: Sequence[str]) -> list[tuple[Any, Any, Any]]:
-    triples = []
-    for case in cases:
-        reference = fabric_run("ddp", *case)
-        triples += [((name, *case), reference, fabric_run(name, *case)) for name in names]
-    return triples
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "names"),
     [
         ([("16-mixed", 2.0**25, 1)], ["thinwire"]),
-        pytest.param(
-            [("16-mixed", 2.0**25, 4), ("bf16-mixed", 1.0, 1), ("bf16-mixed", 1.0, 4)],
-            ["thinwire_zero2", "thinwire"],
-            marks=pytest.mark.slow,
-        ),
+        ([("16-mixed", 2.0**25, 4), ("bf16-mixed", 1.0, 1), ("bf16-mixed", 1.0, 4)], ["thinwire_zero2", "thinwire"]),
     ],
 )
+@on_ranks(2)
 def test_fabric_equals_ddp(cases: Any, names: Any) -> None:
-    for case, reference, result in run_ranks(2, compare_fabric, cases, names)[0]:
-        for run in (reference, result):
-            run["norms"] = [value for value in run["norms"] if math.isfinite(value)]
-        keys = ["losses", "evaluated", "rates", "norms"]
-        check(case, reference, result, [*keys, "scales"] if case[1] == "16-mixed" else keys)
+    for case in cases:
+        reference = fabric_run("ddp", *case)
+        for name in names:
+            result = fabric_run(name, *case)
+            for run in (reference, result):
+                run["norms"] = [value for value in run["norms"] if math.isfinite(value)]
+            keys = ["losses", "evaluated", "rates", "norms"]
+            check((name, *case), reference, result, [*keys, "scales"] if case[0] == "16-mixed" else keys)

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import grad_norm
 from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -198,30 +199,26 @@ class Resumable(DataLoader[Any]):
         self._skipped = state["given"]
 
 
-def resumed(folder: str) -> dict[str, tuple[list[float], list[float], list[int]]]:
-    """Losses of an undisturbed run, and of one that resumes after the fourth of six steps of an epoch."""
-    results = {}
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """After the fourth of six steps, beside an undisturbed run."""
+    results = []
     for strategy in ("ddp", "thinwire"):
-        path = Path(folder, strategy)
+        path = tmp_path / strategy
         keep = ModelCheckpoint(dirpath=path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         undisturbed, again = Plain(), Plain()
         options = {"max_epochs": 2, "accumulate_grad_batches": 1, "use_distributed_sampler": False}
-        first = trainer(2, strategy, folder, enable_checkpointing=True, callbacks=[keep], **options)
+        first = trainer(2, strategy, str(tmp_path), enable_checkpointing=True, callbacks=[keep], **options)
         first.fit(undisturbed, Resumable(loader(2, 3)))
-        second = trainer(2, strategy, folder, **options)
+        second = trainer(2, strategy, str(tmp_path), **options)
         second.fit(again, Resumable(loader(2, 3)), ckpt_path=path / "step=4.ckpt")
-        results[strategy] = undisturbed.losses, again.losses, [first.global_step, second.global_step]
-    return results
-
-
-@pytest.mark.slow
-def test_a_run_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    results = run_ranks(2, resumed, str(tmp_path))[0]
-    undisturbed, again, steps = results["thinwire"]
-    assert again == pytest.approx(undisturbed[4:], rel=1e-5)
-    assert steps == results["ddp"][2] == [12, 12]
-    for result, reference in zip(results["thinwire"][:2], results["ddp"][:2], strict=True):
-        assert result == pytest.approx(reference, rel=1e-5)
+        assert first.global_step == second.global_step == 12
+        results.append((undisturbed.losses, again.losses))
+    (reference, resumed), (got, got_resumed) = results
+    assert got_resumed == pytest.approx(got[4:], rel=1e-5)
+    assert got == pytest.approx(reference, rel=1e-5)
+    assert got_resumed == pytest.approx(resumed, rel=1e-5)
 
 
 class Alone(Plain):
@@ -234,8 +231,11 @@ class Alone(Plain):
         return self(batch[0])
 
 
-def evaluate(folder: str) -> list[dict[str, Any]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_evaluations_run_alone(tmp_path: Path) -> None:
     """Validate, test and predict with a new module from a checkpoint."""
+    folder = str(tmp_path)
     results = []
     for strategy in ("ddp", "thinwire"):
         path = Path(folder, strategy)
@@ -247,19 +247,18 @@ def evaluate(folder: str) -> list[dict[str, Any]]:
         result |= run.test(fresh, loader(2, 2), verbose=False, **options)[0]
         result["predicted"] = torch.cat(run.predict(fresh, loader(2, 2), **options))
         results.append(result)
-    return results
-
-
-@pytest.mark.slow
-def test_evaluations_run_alone(tmp_path: Path) -> None:
-    reference, result = run_ranks(2, evaluate, str(tmp_path))[0]
+    reference, result = results
     torch.testing.assert_close(result.pop("predicted"), reference.pop("predicted"), rtol=1e-5, atol=1e-6)
     assert result == pytest.approx(reference, rel=1e-5)
     assert len(result) == 2
 
 
-def average(folder: str) -> tuple[list[float], list[float], str]:
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
+@on_ranks(2)
+def test_averages_need_whole_weights(tmp_path: Path) -> None:
     """Resume exponential averages from a file of whole weights; shares alone have no place for them."""
+    folder = str(tmp_path)
     losses = []
     for kind in ("ddp", "full"):
 
@@ -273,18 +272,11 @@ def average(folder: str) -> tuple[list[float], list[float], str]:
         again = Plain()
         made(callbacks=[ema()]).fit(again, loader(2, 3), loader(2, 2), ckpt_path=path / "step=3.ckpt")
         losses.append([*again.losses, *again.validated, *(float(value.sum()) for value in weights(again).values())])
-    sharded = trainer(2, "thinwire", folder, enable_checkpointing=True, callbacks=[ema()])
-    with pytest.raises(UsageError) as caught:
-        sharded.fit(Plain(), loader(2, 3))
-    return losses[0], losses[1], str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
-def test_averages_need_whole_weights(tmp_path: Path) -> None:
-    reference, result, sentence = run_ranks(2, average, str(tmp_path))[0]
+    reference, result = losses
     assert result == pytest.approx(reference, rel=1e-4)
-    assert "state_dict_type='full'" in sentence
+    sharded = trainer(2, "thinwire", folder, enable_checkpointing=True, callbacks=[ema()])
+    with pytest.raises(UsageError, match="state_dict_type='full'"):
+        sharded.fit(Plain(), loader(2, 3))
 
 
 class Averaging(Plain):
@@ -304,8 +296,12 @@ class Averaging(Plain):
         self.validation.close()
 
 
-def sharded_average(folder: str) -> tuple[list[float], list[float], list[float]]:
-    """Losses of validations: of Lightning's callback, of a sharded average, and of one that is resumed."""
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
+@on_ranks(2)
+def test_a_sharded_average_is_lightnings(tmp_path: Path) -> None:
+    """In losses of validations, also resumed."""
+    folder = str(tmp_path)
 
     def fitted(module: Plain, *made: Any, ckpt_path: Path | None = None) -> list[float]:
         saves = any(isinstance(one, ModelCheckpoint) for one in made)
@@ -315,15 +311,9 @@ def sharded_average(folder: str) -> tuple[list[float], list[float], list[float]]
         return module.validated
 
     keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
-    resumed_from = Path(folder, "step=3.ckpt")
-    return fitted(Plain(), ema()), fitted(Averaging(), keep), fitted(Averaging(), ckpt_path=resumed_from)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
-def test_a_sharded_average_is_lightnings(tmp_path: Path) -> None:
-    lightnings, ours, resumed = run_ranks(2, sharded_average, str(tmp_path))[0]
-    assert ours == lightnings
+    ours = fitted(Averaging(), keep)
+    assert ours == fitted(Plain(), ema())
+    resumed = fitted(Averaging(), ckpt_path=tmp_path / "step=3.ckpt")
     assert resumed == ours[-len(resumed) :]
 
 

@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from tests.support.frameworks.lightning import trainer, weights
-
-from thinwire.testing import run_ranks
+from tests.support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -41,20 +40,17 @@ class Adapted(pl.LightningModule):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05)
 
 
-def adapt(folder: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_adapters_equal_ddp(tmp_path: Path) -> None:
     results = []
     tokens = (torch.arange(16) + torch.arange(64)[:, None]) % 64
     for strategy in ("ddp", "thinwire"):
         model = Adapted()
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=4)
-        trainer(2, strategy, folder, gradient_clip_val=1.0, accumulate_grad_batches=2).fit(model, data)
+        trainer(2, strategy, str(tmp_path), gradient_clip_val=1.0, accumulate_grad_batches=2).fit(model, data)
         results.append((model.losses, weights(model)))
-    return results
-
-
-@pytest.mark.slow
-def test_adapters_equal_ddp(tmp_path: Path) -> None:
-    (reference, whole), (losses, sharded) = run_ranks(2, adapt, str(tmp_path))[0]
+    (reference, whole), (losses, sharded) = results
     assert losses == pytest.approx(reference, rel=1e-5)
     assert losses[-1] < losses[0]
     adapters = [name for name in whole if "lora_" in name]

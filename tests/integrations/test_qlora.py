@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.frameworks.transformers import arguments, join, logged, reader, tokenizer_of, transformers
+from tests.support.frameworks.transformers import arguments, logged, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
 from tests.support.training.quantized import plain_tensors
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +54,6 @@ def supervised(
     class Supervised(ThinwireTrainerMixin, trl.SFTTrainer):
         pass
 
-    join()
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     data = datasets.Dataset.from_dict({"text": [TEXT[i : i + 60] for i in range(0, 6000, 60)]})

@@ -15,14 +15,13 @@ import torch
 from tests.support.frameworks.torchtitan_jobs import (
     STEPS,
     Results,
-    build,
     change,
     configure,
-    join,
     train,
     whole_weights,
 )
 from tests.support.paths import ROOT
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -50,7 +49,6 @@ def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
 
 def compare(folder: Path, accumulate: int, clip: float, plans: Sequence[str], offload: bool = False) -> None:
     """Train by torchtitan alone and under plans, with validation."""
-    join()
     wanted: Results | None = None
     for plan in (None, *plans):
         config = configure(folder, plan, accumulate=accumulate, clip=clip)
@@ -86,7 +84,6 @@ def test_an_offloaded_model_trains_alike(tmp_path: Path) -> None:
 
 def save(folder: Path, plan: str, in_hf: bool) -> Results:
     """Train six steps, with a checkpoint of shares after three and an export at the end."""
-    join()
     config = configure(folder, plan)
     config.training.steps, config.lr_scheduler.total_steps = 6, STEPS
     config.checkpoint.enable, config.checkpoint.interval = True, 3
@@ -96,7 +93,6 @@ def save(folder: Path, plan: str, in_hf: bool) -> Results:
 
 def resume(folder: Path, plan: str) -> Results:
     """Continue from the third step to the sixth, with sequences of the same global batch."""
-    join()
     config = configure(folder, plan, sequences=2)
     config.training.steps, config.lr_scheduler.total_steps = 6, STEPS
     config.checkpoint.enable, config.checkpoint.load_only, config.checkpoint.load_step = True, True, 3
@@ -105,11 +101,10 @@ def resume(folder: Path, plan: str) -> Results:
 
 def start_from(folder: Path, export: Path, plan: str | None, in_hf: bool) -> dict[str, torch.Tensor]:
     """The weights with which a run starts that loads an export."""
-    join()
     config = configure(folder, plan)
     config.checkpoint.enable, config.checkpoint.initial_load_path = True, str(export)
     config.checkpoint.initial_load_in_hf = in_hf
-    trainer = build(config)
+    trainer = config.build()
     trainer.checkpointer.load()
     weights = whole_weights(trainer)
     trainer.close()
@@ -148,10 +143,9 @@ def test_an_export_is_one_of_torchtitans_own(tmp_path: Path, in_hf: bool) -> Non
 
 def bytes_and_second_call(folder: Path) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes of one step by lane, those that the program predicts, and the steps after a second call."""
-    join()
     config = configure(folder, "zero3", accumulate=2)
     config.training.steps = 3
-    trainer = build(config)
+    trainer = config.build()
     trainer.train()
     model = trainer.model_parts[0]
     tw.traffic(model)
@@ -176,16 +170,9 @@ def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path) ->
 
 def attempt(folder: Path, changes: dict[str, Any]) -> None:
     """Build a trainer from a configuration with changes, by dotted names."""
-    join()
     config = configure(folder, "zero3")
     change(config, changes)
-    build(config)
-
-
-def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
-    for changes, sentence in cases:
-        with pytest.raises(UsageError, match=re.escape(sentence)):
-            attempt(folder, changes)
+    config.build()
 
 
 REFUSED = [
@@ -208,16 +195,18 @@ REFUSED = [
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_what_cannot_work_is_one_sentence(tmp_path: Path) -> None:
-    run_ranks(2, refuse, tmp_path, REFUSED, timeout=200)
+    for changes, sentence in REFUSED:
+        with pytest.raises(UsageError, match=re.escape(sentence)):
+            attempt(tmp_path, changes)
 
 
 def resume_data(folder: Path) -> None:
     """Load a checkpoint whose ranks had different positions in the data, which torchtitan cannot cut anew."""
-    join()
     config = configure(folder, "zero3")
     config.checkpoint.enable = True
-    trainer = build(config)
+    trainer = config.build()
     from thinwire.integrations.torchtitan_parts import _continue
 
     _continue(trainer.dataloader, [{"dict": [["next", 1]]}, {"dict": [["next", 2]]}, {"dict": [["next", 3]]}])

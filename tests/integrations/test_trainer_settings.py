@@ -17,12 +17,11 @@ from tests.support.frameworks.transformers import (
     arguments,
     assert_alike,
     build,
-    join,
 )
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -106,20 +105,16 @@ def train(directory: Path, plan: str | None, settings: Settings) -> Results:
     return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
 
 
-def compare(directory: Path, names: Sequence[str]) -> None:
-    join()
-    for name in names:
-        want, got = (train(directory / str(plan), plan, SETTINGS[name]) for plan in (None, "zero3"))
+@pytest.mark.slow
+@on_ranks(2, timeout=600)
+def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
+    for name, settings in SETTINGS.items():
+        want, got = (train(tmp_path / str(plan), plan, settings) for plan in (None, "zero3"))
         assert want.logs, name
         assert_alike(got, want)
         for one, other in zip(got.logs, want.logs, strict=True):
             for key in one.keys() & {"eval_rows", "eval_mean"}:
                 assert one[key] == pytest.approx(other[key], rel=1e-4), (name, key)
-
-
-@pytest.mark.slow
-def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, compare, tmp_path, list(SETTINGS), timeout=600)
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
@@ -170,15 +165,11 @@ def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any
     return [*whole, torch.tensor([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])]
 
 
-def compare_optimizers(directory: Path) -> None:
-    join()
-    for kind in ("whole", "a part", "of a subclass"):
-        want, got = (with_optimizers(directory / kind / str(plan), plan, kind) for plan in (None, "zero3"))
-        assert all(map(torch.equal, got, want)), kind
-
-
+@on_ranks(2)
 def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
-    run_ranks(2, compare_optimizers, tmp_path)
+    for kind in ("whole", "a part", "of a subclass"):
+        want, got = (with_optimizers(tmp_path / kind / str(plan), plan, kind) for plan in (None, "zero3"))
+        assert all(map(torch.equal, got, want)), kind
 
 
 def out_of_memory(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -204,17 +195,13 @@ def with_little_memory(directory: Path, plan: str | None) -> tuple[list[torch.Te
     return [value.clone() for value in whole.values()], trainer.state.train_batch_size
 
 
-def compare_batch_sizes(directory: Path) -> None:
-    join()
-    want, size = with_little_memory(directory / "ddp", None)
+@on_ranks(2)
+def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
+    want, size = with_little_memory(tmp_path / "ddp", None)
     for plan in ("zero3", "zero1"):
-        got, found = with_little_memory(directory / plan, plan)
+        got, found = with_little_memory(tmp_path / plan, plan)
         assert found == size <= 3
         assert all(map(torch.equal, got, want)), plan
-
-
-def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, compare_batch_sizes, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -235,52 +222,35 @@ def checkpoints(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.glob("checkpoint-*"))
 
 
-def resume_weights_only(directory: Path) -> tuple[list[list[float]], list[str]]:
-    """Losses after a checkpoint of ``save_only_model`` under DDP and thinwire; a refusal of a checkpoint of DDP."""
-    join()
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_path: Path) -> None:
+    """After a checkpoint of ``save_only_model``; and after a checkpoint of DDP."""
     losses = []
     for plan in (None, "zero3"):
-        place = directory / str(plan)
+        place = tmp_path / str(plan)
         trained(place, plan, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=True)
         again = trained(place, plan, str(place / "checkpoint-2"), max_steps=4)
         losses.append([entry["loss"] for entry in again.state.log_history if "loss" in entry])
-    trained(directory / "whole", None, max_steps=2, save_strategy="steps", save_steps=2)
-    messages = []
-    try:
-        trained(directory / "whole", "zero3", str(directory / "whole/checkpoint-2"), max_steps=4)
-    except UsageError as error:
-        messages.append(str(error))
-    return losses, messages
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    trained(tmp_path / "whole", None, max_steps=2, save_strategy="steps", save_steps=2)
+    with pytest.raises(UsageError, match=r"optimizer\.pt was saved without thinwire"):
+        trained(tmp_path / "whole", "zero3", str(tmp_path / "whole/checkpoint-2"), max_steps=4)
 
 
 @pytest.mark.slow
-def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_path: Path) -> None:
-    for (want, got), messages in run_ranks(2, resume_weights_only, tmp_path, timeout=200):
-        assert got == pytest.approx(want, rel=2e-4)
-        assert len(messages) == 1
-        assert "optimizer.pt was saved without thinwire" in messages[0]
-
-
-def resume_latest(directory: Path) -> tuple[list[str], float, float]:
-    """The checkpoints that are kept, and the last losses of a run and of one that went on from the latest of them."""
-    join()
-    whole = trained(directory, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
-    kept = checkpoints(directory)
+@on_ranks(2, timeout=200)
+def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
+    """Where the last of them is gone."""
+    whole = trained(tmp_path, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
+    assert checkpoints(tmp_path) == ["checkpoint-6", "checkpoint-7"]
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(directory / kept[-1])
+        shutil.rmtree(tmp_path / "checkpoint-7")
     dist.barrier()
-    again = trained(directory, "zero3", True, max_steps=7)
-    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again)]
-    return kept, losses[0], losses[1]
-
-
-@pytest.mark.slow
-def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
-    for kept, want, got in run_ranks(2, resume_latest, tmp_path, timeout=200):
-        assert len(kept) == 2
-        assert kept == ["checkpoint-6", "checkpoint-7"]
-        assert got == pytest.approx(want, rel=1e-4)
+    again = trained(tmp_path, "zero3", True, max_steps=7)
+    want, got = ([entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again))
+    assert got == pytest.approx(want, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------ callbacks
@@ -306,39 +276,31 @@ class Witness(transformers.TrainerCallback):  # type: ignore[misc]
                 group["weight_decay"] = 0.0
 
 
-def with_callbacks(directory: Path) -> list[list[tuple[float, float, float]]]:
-    join()
+@pytest.mark.slow
+@on_ranks(2, timeout=120)
+def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
     witnesses = []
     for plan in (None, "zero3"):
         witness = Witness()
-        trained(directory / str(plan), plan, max_steps=5, callbacks=[witness])
+        trained(tmp_path / str(plan), plan, max_steps=5, callbacks=[witness])
         witnesses.append(witness.seen)
-    return witnesses
+    want, got = witnesses
+    assert len(want) == 5
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.slow
-def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
-    for want, got in run_ranks(2, with_callbacks, tmp_path, timeout=120):
-        assert len(want) == 5
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=1e-3)
-
-
-def stop_early(directory: Path) -> list[tuple[int, float]]:
-    join()
+@on_ranks(2, timeout=200)
+def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
     ends = []
     for plan in (None, "zero3"):
         trainer = trained(
-            directory / str(plan), plan, max_steps=8, learning_rate=0.5, adam_epsilon=1e-8, eval_strategy="steps",
+            tmp_path / str(plan), plan, max_steps=8, learning_rate=0.5, adam_epsilon=1e-8, eval_strategy="steps",
             eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True, warmup_steps=0,
             metric_for_best_model="eval_loss", callbacks=[transformers.EarlyStoppingCallback(1)],
         )  # fmt: skip
         ends.append((trainer.state.global_step, trainer.evaluate()["eval_loss"]))
-    return ends
-
-
-@pytest.mark.slow
-def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
-    for (steps, loss), (got_steps, got_loss) in run_ranks(2, stop_early, tmp_path, timeout=200):
-        assert got_steps == steps < 8
-        assert got_loss == pytest.approx(loss, rel=1e-3)
+    (steps, loss), (got_steps, got_loss) = ends
+    assert got_steps == steps < 8
+    assert got_loss == pytest.approx(loss, rel=1e-3)

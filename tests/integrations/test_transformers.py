@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from tests.support.frameworks.transformers import (
     arguments,
     assert_alike,
     build,
-    join,
     logged,
     reader,
     tokenizer_of,
     transformers,
 )
 from tests.support.paths import ROOT
+from tests.support.ranks import on_ranks
 from tests.support.said import heard
 
 import thinwire as tw
@@ -48,7 +49,6 @@ def train(directory: Path, plan: str | None, resume: Path | None = None, **optio
 
 
 def compare(directory: Path, settings: Sequence[tuple[int, float]], plans: Sequence[str]) -> None:
-    join()
     for accumulation, clip in settings:
         options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clip, "eval_strategy": "steps",
                    "eval_steps": 7, "gradient_checkpointing": accumulation == 1}  # fmt: skip
@@ -72,12 +72,10 @@ def test_it_trains_as_ddp_does_under_other_settings(tmp_path: Path) -> None:
 
 
 def save_and_expect(directory: Path, plan: str) -> Results:
-    join()
     return train(directory, plan, per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=6)
 
 
 def resume_elsewhere(directory: Path, plan: str) -> Results:
-    join()
     checkpoint = directory / "checkpoint-6"
     return train(directory, plan, checkpoint, per_device_train_batch_size=4, max_steps=12, save_strategy="no")
 
@@ -103,10 +101,11 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ other loops
 
 
-def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
-    """Bytes of one step, those that the program predicts, and the steps after a second call."""
-    join()
-    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@on_ranks("world", timeout=120)
+def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
+    settings = arguments(tmp_path, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
     tw.traffic(trainer.model)
@@ -115,53 +114,34 @@ def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
     sent = sum(sum(by_scope.values()) for by_scope in tw.traffic(trainer.model).values())
     programs = runtime(trainer.model).schedule.programs
     by_lane = programs.program(2, clip=True).traffic()
-    predicted = 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
-    return sent, predicted, trainer.state.global_step
+    assert sent == 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
+    assert trainer.state.global_step == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, world: int) -> None:
-    for sent, predicted, steps in run_ranks(world, bytes_and_second_call, tmp_path, timeout=120):
-        assert sent == predicted
-        assert steps == 4
-
-
-def generate(directory: Path) -> list[list[int]]:
-    """What the model generates in the middle of a training, and by itself."""
-    join()
-    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=2)
+@on_ranks(2)
+def test_models_generate(tmp_path: Path) -> None:
+    """In the middle of a training as by themselves."""
+    settings = arguments(tmp_path, ThinwireArguments, plan="zero3", max_steps=2)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
     prompt = torch.arange(4)[None]
     sharded = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)
     alone = build()
     alone.load_state_dict(tw.full_state_dict(trainer.model))
-    return [sharded.tolist(), alone.generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
+    assert torch.equal(sharded, alone.generate(prompt, max_new_tokens=5, do_sample=False))
 
 
 @pytest.mark.slow
-def test_models_generate(tmp_path: Path) -> None:
-    for sharded, alone in run_ranks(2, generate, tmp_path):
-        assert sharded == alone
-
-
-def best_model(directory: Path) -> tuple[float, float]:
-    """The best loss that was seen, and the loss of the model that the trainer ends with."""
-    join()
+@on_ranks(2, timeout=120)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     settings = arguments(
-        directory, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
+        tmp_path, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
     )  # fmt: skip
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
     trainer.train()
-    return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.slow
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    for best, last in run_ranks(2, best_model, tmp_path, timeout=120):
-        assert math.isclose(best, last, rel_tol=1e-5)
+    assert math.isclose(trainer.state.best_metric, trainer.evaluate()["eval_loss"], rel_tol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -178,21 +158,14 @@ def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any
         ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options)).create_optimizer()
 
 
-def evaluate_in_half(directory: Path) -> str:
-    """What an evaluation of a trained model in bf16 raises."""
-    join()
+@on_ranks(2)
+def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
     options = {"plan": "zero3", "max_steps": 1, "bf16_full_eval": True}
-    settings = arguments(directory, ThinwireArguments, **options)
+    settings = arguments(tmp_path, ThinwireArguments, **options)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
     trainer.train()
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError, match=r"^bf16_full_eval=True: the trainer would convert the weights for good"):
         trainer.evaluate()
-    return str(refusal.value)
-
-
-def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
-    for sentence in run_ranks(2, evaluate_in_half, tmp_path):
-        assert sentence.startswith("bf16_full_eval=True: the trainer would convert the weights for good")
 
 
 # ------------------------------------------------------------------------------------------------------ other settings
@@ -211,20 +184,14 @@ def in_half_precision(directory: Path, scale: float, resume: Path | None = None)
     return Results(trainer.state.log_history, tw.full_state_dict(trainer.model))
 
 
-def half_precision(directory: Path) -> tuple[Results, Results, Results, Results]:
-    """Runs in float32 and float16, one in float16 with steps that overflow, and its resumption after eight steps."""
-    join()
-    return (
-        train(directory / "whole", "zero3", max_steps=12, warmup_steps=0),
-        in_half_precision(directory / "half", 2.0**16),
-        in_half_precision(directory / "overflow", 2.0**20),
-        in_half_precision(directory / "resumed", 2.0**16, directory / "overflow/checkpoint-8"),
-    )
-
-
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None:
-    whole, half, overflow, resumed = run_ranks(2, half_precision, tmp_path, timeout=200)[0]
+    """Beside float32; with steps that overflow, and resumed after eight steps."""
+    whole = train(tmp_path / "whole", "zero3", max_steps=12, warmup_steps=0)
+    half = in_half_precision(tmp_path / "half", 2.0**16)
+    overflow = in_half_precision(tmp_path / "overflow", 2.0**20)
+    resumed = in_half_precision(tmp_path / "resumed", 2.0**16, tmp_path / "overflow/checkpoint-8")
     for one, other in zip(half.logs[:12], whole.logs[:12], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
@@ -240,21 +207,16 @@ def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def compiled(directory: Path) -> tuple[Results, Results]:
-    join()
-    options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    return train(directory / "ddp", None, max_steps=4), train(directory / "compiled", "zero3", **options)
-
-
 @pytest.mark.slow
+@on_ranks(2, timeout=200)
 def test_compiled_models_train_as_under_ddp(tmp_path: Path) -> None:
-    for want, got in run_ranks(2, compiled, tmp_path, timeout=200):
-        assert_alike(got, want)
+    options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    want = train(tmp_path / "ddp", None, max_steps=4)
+    assert_alike(train(tmp_path / "compiled", "zero3", **options), want)
 
 
 def automatic(directory: Path) -> tuple[str, list[float]]:
     """The plan that ``auto`` chooses, and losses under it."""
-    join()
     settings = arguments(directory, ThinwireArguments, plan="auto", sequence_length=LENGTH, max_steps=8)
     trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
     trainer.train()
@@ -273,7 +235,6 @@ def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
 
 def raced(directory: Path, profile: str) -> tuple[list[str], str, list[Any], list[Any]]:
     """What ``auto`` says of a race, the plan that it takes, and logs of training with ``auto`` and with that plan."""
-    join()
     logs, plan = [], None
     with heard() as said:
         for name in ("auto", "named"):
@@ -307,7 +268,6 @@ def test_training_after_a_race_is_that_of_the_plan_which_it_took(tmp_path: Path)
 
 def adapters(directory: Path, plan: str | None) -> Results:
     peft = pytest.importorskip("peft")
-    join()
     torch.manual_seed(0)
     model = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     if plan is None:
@@ -352,7 +312,6 @@ def supervised(directory: Path, plan: str | None) -> list[dict[str, float]]:
 
     from thinwire.integrations.transformers import ThinwireTrainerMixin
 
-    join()
     text = TEXT.read_text()
     tokenizer = tokenizer_of(text)
     data = datasets.Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]})
@@ -377,7 +336,6 @@ def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
 
     from thinwire.integrations.transformers import ThinwireTrainerMixin
 
-    join()
     text = TEXT.read_text()
     tokenizer = tokenizer_of(text)
     parts = [text[i : i + 20] for i in range(0, 2400, 20)]
@@ -396,18 +354,13 @@ def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
     return logged(trainer, "loss", "grad_norm", "rewards/margins")
 
 
-def compare_trl(
-    directory: Path, course: Callable[[Path, str | None], list[dict[str, float]]]
-) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    return course(directory, None), course(directory, "zero3")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
 @pytest.mark.parametrize("course", [supervised, preferences])
+@on_ranks(2, timeout=250)
 def test_trainers_of_trl(tmp_path: Path, course: Callable[[Path, str | None], list[dict[str, float]]]) -> None:
-    pytest.importorskip("trl")
-    for want, got in run_ranks(2, compare_trl, tmp_path, course, timeout=250):
-        assert len(got) == 5
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
+    want, got = course(tmp_path, None), course(tmp_path, "zero3")
+    assert len(got) == 5
+    for one, other in zip(got, want, strict=True):
+        assert one == pytest.approx(other, rel=2e-4, abs=1e-6)

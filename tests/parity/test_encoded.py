@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import computed
 from tests.support.training.parity import (
     EPS,
@@ -91,7 +92,7 @@ def rounded(cases: dict[str, tuple[tw.Plan, float]]) -> dict[str, Gap]:
 
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)])
 def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> None:
     """The model has vectors and matrices. A sum in place of a mean, or a mean over nodes alone, would double the norm
     and what vectors that start at zero become."""
@@ -113,7 +114,7 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few", [True, False])
 def test_the_program_knows_the_bytes(few: bool) -> None:
     plans = [plan(name, partition="intra", bucket_bytes=1 << 12) for name in ("thinwire", "zeropp-8bit", "zeropp")]
     plans += [
@@ -132,7 +133,7 @@ def test_the_program_knows_the_bytes(few: bool) -> None:
     for name in ("zeropp", "thinwire"):
         plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
     chosen = plans[::4] if few else [one for number, one in enumerate(plans) if number % 4]
-    run_ranks(4, follow_many, [one.to_toml() for one in chosen], 2)
+    run_ranks(4, follow_many, chosen, 2)
 
 
 def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:
@@ -152,7 +153,7 @@ def test_codecs_that_would_not_shorten_messages_send_what_none_sends() -> None:
     """As the program says, to the byte. Sums of a lossless codec are as short as without it, but for headers."""
     left_out, half = plan("zero1-node", "zfp:24"), plan("zero1", wire={"policy": "zhybrid:24-8"})
     followed = [left_out, left_out.uncompressed(), half, half.uncompressed()]
-    for sent in run_ranks(4, follow_many, [chosen.to_toml() for chosen in followed], 2):
+    for sent in run_ranks(4, follow_many, followed, 2):
         (_, of_left_out), (_, of_node), (_, of_half), (_, of_zero1) = sent
         assert of_left_out == of_node
         assert of_half < 0.8 * of_zero1
@@ -191,7 +192,8 @@ def test_scatter_rounds_where_other_gradients_are_exact() -> None:
         assert 1e-4 < result["scatter"].parameters < 0.5
 
 
-def read_whole() -> None:
+@on_ranks(4)
+def test_whole_parameters_are_exact() -> None:
     """Whole parameters never pass through a codec: without an update, they equal the initial weights."""
     initial = [parameter.detach().clone() for parameter in build().parameters()]
     model = tw.shard(build(), plan("zeropp", compute_dtype="float32"))
@@ -204,10 +206,6 @@ def read_whole() -> None:
     with tw.full_parameters(model):
         for parameter, expected in zip(model.parameters(), initial, strict=True):
             assert torch.equal(parameter, expected)
-
-
-def test_whole_parameters_are_exact() -> None:
-    run_ranks(4, read_whole)
 
 
 def small_updates(chosen: tw.Plan) -> tuple[torch.Tensor, bool]:
@@ -225,20 +223,19 @@ def small_updates(chosen: tw.Plan) -> tuple[torch.Tensor, bool]:
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_fp32_parameters_that_travel_rounded_keep_masters() -> None:
     exact = plan("zero1", compute_dtype="float32")
-    alike = zip(
-        run_ranks(4, small_updates, exact),
-        run_ranks(4, small_updates, exact.with_(wire={"spread": "int8:64"})),
-        strict=True,
-    )
-    for (expected, same), (moved, held) in alike:
-        assert same
-        assert not held
-        assert float((moved - expected).norm()) < 0.05 * float(expected.norm())
+    expected, same = small_updates(exact)
+    moved, held = small_updates(exact.with_(wire={"spread": "int8:64"}))
+    assert same
+    assert not held
+    assert float((moved - expected).norm()) < 0.05 * float(expected.norm())
 
 
-def poison(value: float) -> list[bool]:
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@on_ranks(4)
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(value: float) -> None:
     """One rank's gradient is not finite for one step."""
     model = tw.shard(build(), plan("thinwire", compute_dtype="bfloat16"))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LR, skip_nonfinite=True)
@@ -260,100 +257,61 @@ def poison(value: float) -> list[bool]:
             moved = any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
             assert all(torch.isfinite(p).all() for p in model.parameters())
         assert moved == finite[-1]
-    return finite
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(value: float) -> None:
-    assert run_ranks(4, poison, value) == [[True, False, True]] * 4
-
-
-def train_with_feedback(chosen: tw.Plan) -> int:
-    model = tw.shard(build(), chosen)
-    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
-    loss_of(model, torch.arange(18).view(2, 9)).backward()
-    optim.step()
-    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer.reductions.feedback.lost.values())
+    assert finite == [True, False, True]
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_error_feedback_is_kept_where_something_is_lost() -> None:
-    with_feedback, without = (
-        run_ranks(4, train_with_feedback, plan("thinwire", wire={"error_feedback": on})) for on in (True, False)
-    )
-    assert all(with_feedback)
-    assert not any(without)
+    for on in (True, False):
+        model = tw.shard(build(), plan("thinwire", wire={"error_feedback": on}))
+        losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
+        assert any(lost.any() for lost in runtime(model).reducer.reductions.feedback.lost.values()) is on
 
 
-def feedback_by_reduction(plans: dict[str, tw.Plan]) -> dict[str, set[str]]:
-    """Reductions of which rounding errors are kept."""
-    kept = {}
-    for name, chosen in plans.items():
-        model = tw.shard(build(), chosen)
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
-        losses_of(model, optim, 0, 1)
-        lost = runtime(model).reducer.reductions.feedback.lost
-        kept[name] = {key.partition("/")[0] for key, errors in lost.items() if errors.count_nonzero()}
-    return kept
-
-
+@on_ranks(4)
 def test_error_feedback_follows_the_codec_of_each_reduction() -> None:
-    """Optimizer states inside a node, replicas across."""
+    """Optimizer states inside a node, replicas across: which reductions' rounding errors are kept."""
     lossy, exact = "int4:64", "none"
-    plans = {
-        name: tw.Plan.preset(
-            "zero1-node",
-            nodes=2,
-            local=2,
-            compute_dtype="float32",
-            wire={"reduce_intra": exact, "reduce_inter": across, "scatter": scatter, "error_feedback": True},
-        )
-        for name, across, scatter in (("both", lossy, lossy), ("shards", exact, lossy), ("replicas", lossy, exact))
-    }
-    for kept in run_ranks(4, feedback_by_reduction, plans):
-        assert kept == {"both": {"shard", "replica"}, "shards": {"shard"}, "replicas": {"replica"}}
-    assert [idle_codecs(chosen) for chosen in plans.values()] == [()] * 3
-    (line,) = (
-        line
-        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "scatter": "mpc", "error_feedback": True}))
-        if "error_feedback" in line
-    )
-    assert "wire.scatter = 'mpc'" in line
+    for across, scatter, kept in (
+        (lossy, lossy, {"shard", "replica"}),
+        (exact, lossy, {"shard"}),
+        (lossy, exact, {"replica"}),
+    ):
+        wire = {"reduce_intra": exact, "reduce_inter": across, "scatter": scatter, "error_feedback": True}
+        chosen = plan("zero1-node", compute_dtype="float32", wire=wire)
+        assert idle_codecs(chosen) == ()
+        model = tw.shard(build(), chosen)
+        losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
+        lost = runtime(model).reducer.reductions.feedback.lost
+        assert {key.partition("/")[0] for key, errors in lost.items() if errors.any()} == kept
 
 
-def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
-    """Gradient bytes sent in each of four steps, and whether the program says so."""
-    model = tw.shard(build(), chosen)
+@pytest.mark.slow
+@on_ranks(4)
+def test_gradients_are_encoded_for_a_share_of_training() -> None:
+    """Gradient bytes sent in each of four steps are those that the program says."""
+    model = tw.shard(build(), plan("zeropp").with_(wire={"schedule": 0.5}))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     with pytest.raises(UsageError, match=r"thinwire\.progress"):
         loss_of(model, torch.arange(18).view(2, 9)).backward()
-    steps_sent = []
+    totals = []
     for step in range(4):
         tw.progress(model, step / 4)
         tw.traffic(model)
         losses_of(model, optim, step, step + 1)
-        predicted = runtime(model).schedule.programs.program(1).traffic()
-        sent = tw.traffic(model)
-        lanes = ("reduce", "sync")
-        total = sum(sum(sent[lane].values()) for lane in lanes)
-        steps_sent.append((total, total == sum(sum(predicted[Lane(lane)].values()) for lane in lanes)))
-    return steps_sent
+        predicted, sent = runtime(model).schedule.programs.program(1).traffic(), tw.traffic(model)
+        totals.append(sum(sum(sent[lane].values()) for lane in ("reduce", "sync")))
+        assert totals[-1] == sum(sum(predicted[lane].values()) for lane in (Lane.REDUCE, Lane.SYNC))
+    assert totals[0] == totals[1] < totals[2] / 3
+    assert totals[2] == totals[3]
 
 
 @pytest.mark.slow
-def test_gradients_are_encoded_for_a_share_of_training() -> None:
-    chosen = plan("zeropp").with_(wire={"schedule": 0.5})
-    for steps_sent in run_ranks(4, half_encoded, chosen):
-        sent = [total for total, _ in steps_sent]
-        assert all(matches for _, matches in steps_sent)
-        assert sent[0] == sent[1] < sent[2] / 3
-        assert sent[2] == sent[3]
-
-
-def resumed_while_encoding(chosen: tw.Plan, path: Path) -> list[tuple[float, float]]:
-    """Losses of two further steps, without a break and from a checkpoint."""
-    model = tw.shard(build(), chosen)
-    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+@on_ranks(4)
+def test_rounding_errors_of_a_checkpoint_count_while_gradients_are_still_encoded(tmp_path: Path) -> None:
+    """``wire.schedule`` ends them, and not the first report of progress after a start."""
+    chosen = plan("zero1").with_(wire={"dp": "int2:32", "error_feedback": True, "schedule": 0.5})
 
     def steps(model: torch.nn.Module, optim: tw.ShardedOptimizer, first: int) -> list[float]:
         losses = []
@@ -362,21 +320,13 @@ def resumed_while_encoding(chosen: tw.Plan, path: Path) -> list[tuple[float, flo
             losses += losses_of(model, optim, step, step + 1)
         return losses
 
+    model, optim = started(chosen)
     steps(model, optim, 0)
-    tw.save(model, optim, path)
+    tw.save(model, optim, tmp_path / "checkpoint")
     whole = steps(model, optim, 2)
-    again = tw.shard(build(), chosen)
-    restored = tw.optimizer(again, torch.optim.AdamW, lr=LR)
-    tw.load(again, restored, path)
-    return list(zip(whole, steps(again, restored, 2), strict=True))
-
-
-@pytest.mark.slow
-def test_rounding_errors_of_a_checkpoint_count_while_gradients_are_still_encoded(tmp_path: Path) -> None:
-    """``wire.schedule`` ends them, and not the first report of progress after a start."""
-    chosen = plan("zero1").with_(wire={"dp": "int2:32", "error_feedback": True, "schedule": 0.5})
-    for losses in run_ranks(4, resumed_while_encoding, chosen, tmp_path / "checkpoint"):
-        assert all(resumed == whole for whole, resumed in losses)
+    again, restored = started(chosen)
+    tw.load(again, restored, tmp_path / "checkpoint")
+    assert steps(again, restored, 2) == whole
 
 
 def one_step(chosen: tw.Plan) -> dict[str, torch.Tensor]:
@@ -388,27 +338,26 @@ def one_step(chosen: tw.Plan) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def leave_out(plans: list[tw.Plan]) -> list[str]:
-    """Parameters that are equal under a plan with codecs and exclusions and under one without codecs."""
-    exact, encoded = (one_step(chosen) for chosen in plans)
-    return [name for name, value in encoded.items() if torch.equal(value, exact[name])]
-
-
 @pytest.mark.parametrize("name", ["zero1-node", pytest.param("mics", marks=pytest.mark.slow), "zero3"])
+@on_ranks(4)
 def test_excluded_parameters_are_sent_uncompressed(name: str) -> None:
-    exact = plan(name, compute_dtype="float32")
+    """They are equal under a plan with codecs and exclusions and under one without codecs, and no others are."""
+    chosen = plan(name, compute_dtype="float32")
     codecs = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "gather": "none"}
-    encoded = exact.with_(wire={**codecs, "exclude": ["embedding.weight", "*norm*"]})
-    every = [name for name, _ in build().named_parameters()]
-    excluded = [name for name in every if name == "embedding.weight" or "norm" in name]
-    for same in run_ranks(4, leave_out, [exact, encoded]):
-        assert same == excluded
+    exact = one_step(chosen)
+    encoded = one_step(chosen.with_(wire={**codecs, "exclude": ["embedding.weight", "*norm*"]}))
+    for each, value in encoded.items():
+        assert torch.equal(value, exact[each]) == (each == "embedding.weight" or "norm" in each), each
 
 
-def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Matrices as the forward after an update sees them, and after all decoding has ended."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zero1-node"])
+@on_ranks(2)
+def test_a_unit_of_which_a_part_is_excluded_waits_for_all_of_it(name: str) -> None:
+    """Biases are sent uncompressed and arrive long before matrices, which are decoded: the forward after an update sees
+    matrices as they are after all decoding has ended."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
-    tw.shard(model, chosen)
+    tw.shard(model, plan(name, nodes=1, local=2).with_(wire={"spread": "int8:64", "exclude": ["*bias*"]}))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1.0)
     x = torch.linspace(-1, 1, 256).view(4, 64).to(model[0].weight.dtype)
     decode = Messages.decode
@@ -427,18 +376,8 @@ def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.
             model(x)
     runtime(model).join_spreads()
     time.sleep(1.0)  # transfers that nothing has waited for
-    settled = [computed(layer.weight).detach().clone() for layer in (model[0], model[2])]
-    return list(zip(seen, settled, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero1", "zero1-node"])
-def test_a_unit_of_which_a_part_is_excluded_waits_for_all_of_it(name: str) -> None:
-    """Biases are sent uncompressed and arrive long before matrices, which are decoded."""
-    chosen = plan(name, nodes=1, local=2).with_(wire={"spread": "int8:64", "exclude": ["*bias*"]})
-    for pairs in run_ranks(2, seen_by_the_next_forward, chosen):
-        for seen, at_last in pairs:
-            assert torch.equal(seen, at_last)
+    for layer, value in zip((model[0], model[2]), seen, strict=True):
+        assert torch.equal(computed(layer.weight), value)
 
 
 def losses_of(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
@@ -453,30 +392,15 @@ def losses_of(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: 
     return losses
 
 
-def resume(path: str, chosen: tw.Plan, other: tw.Plan) -> tuple[list[float], list[float], list[float]]:
-    """Losses of a run, of its second half resumed, and of that under another plan."""
-
-    def started(a_plan: tw.Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = tw.shard(build(), a_plan)
-        return model, tw.optimizer(model, torch.optim.AdamW, lr=LR)
-
-    model, optim = started(chosen)
-    whole = losses_of(model, optim, 0, 3)
-    tw.save(model, optim, path)
-    whole += losses_of(model, optim, 3, 6)
-    resumed = []
-    for a_plan in (chosen, other):
-        model, optim = started(a_plan)
-        tw.load(model, optim, path)
-        resumed.append(losses_of(model, optim, 3, 6))
-    return whole[3:], resumed[0], resumed[1]
+def started(chosen: tw.Plan) -> tuple[nn.Module, tw.ShardedOptimizer]:
+    model = tw.shard(build(), chosen)
+    return model, tw.optimizer(model, torch.optim.AdamW, lr=LR)
 
 
 def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
     """After some steps: how far what ranks hold is from the masters, relative to the masters and to the rounding of
     masters to the compute dtype; and whether all ranks hold the same."""
-    model = tw.shard(build(), chosen)
-    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+    model, optim = started(chosen)
     losses_of(model, optim, 0, 8)
     runtime(model).join_spreads()
     squares = torch.zeros(3, dtype=torch.float64)
@@ -491,44 +415,49 @@ def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partition", ["intra", pytest.param("inter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("partition", ["intra", "inter"])
+@on_ranks(4)
 def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> None:
     whole = plan("zero1", partition=partition).with_(wire={"spread": "int4:64"})
-    difference = whole.with_(wire={"spread_difference": True})
-    for lost, _, same in run_ranks(4, distance_from_masters, whole):
-        assert lost > 0.05
-        assert same
-    for _, roundings, same in run_ranks(4, distance_from_masters, difference):
-        assert roundings < 3, "not much more than what rounding to bf16 loses anyway"
-        assert same, "ranks hold different parameters"
+    lost, _, same = distance_from_masters(whole)
+    assert lost > 0.05
+    assert same
+    _, roundings, same = distance_from_masters(whole.with_(wire={"spread_difference": True}))
+    assert roundings < 3, "not much more than what rounding to bf16 loses anyway"
+    assert same, "ranks hold different parameters"
 
 
+@on_ranks(4)
 def test_replicas_that_round_at_random_hold_the_same() -> None:
     chosen = plan("thinwire", compute_dtype="bfloat16").with_(wire={"spread": "int4:64,stochastic"})
-    for _, _, same in run_ranks(4, distance_from_masters, chosen):
-        assert same, "the nodes hold different parameters"
+    assert distance_from_masters(chosen)[2], "the nodes hold different parameters"
+
+
+DIFFERENCES = {"spread": "int4:64", "spread_difference": True}
+STOCHASTIC = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("partition", [pytest.param("intra", marks=pytest.mark.slow), "inter"])
-def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partition: str) -> None:
-    chosen = plan("zero1", partition=partition).with_(wire={"spread": "int4:64", "spread_difference": True})
-    for rank, (whole, resumed, other) in enumerate(
-        run_ranks(4, resume, str(tmp_path / "checkpoint"), chosen, plan("zero3"))
-    ):
-        assert resumed == whole, rank
-        assert other == pytest.approx(whole, rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
-    stochastic = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
-    chosen = plan("thinwire").with_(wire={**stochastic, "error_feedback": True})
-    for rank, (whole, resumed, other) in enumerate(
-        run_ranks(4, resume, str(tmp_path / "checkpoint"), chosen, plan("zeropp"))
-    ):
-        assert resumed == whole, rank
-        assert other == pytest.approx(whole, rel=0.05)
+@pytest.mark.parametrize(
+    ("chosen", "other"),
+    [
+        (plan("zero1", partition="intra").with_(wire=DIFFERENCES), "zero3"),
+        (plan("zero1", partition="inter").with_(wire=DIFFERENCES), "zero3"),
+        (plan("thinwire").with_(wire={**STOCHASTIC, "error_feedback": True}), "zeropp"),
+    ],
+    ids=["differences", "differences of fragments", "at random"],
+)
+@on_ranks(4)
+def test_a_resumed_run_continues_exactly(tmp_path: Path, chosen: tw.Plan, other: str) -> None:
+    """The second half of a run is the same from a checkpoint, and nearly the same under another plan."""
+    model, optim = started(chosen)
+    losses_of(model, optim, 0, 3)
+    tw.save(model, optim, tmp_path / "checkpoint")
+    whole = losses_of(model, optim, 3, 6)
+    for each, wanted in ((chosen, whole), (plan(other), pytest.approx(whole, rel=0.05))):
+        model, optim = started(each)
+        tw.load(model, optim, tmp_path / "checkpoint")
+        assert losses_of(model, optim, 3, 6) == wanted
 
 
 @pytest.mark.parametrize(
@@ -569,3 +498,9 @@ def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:
     (line,) = idle_codecs(plan("ddp", wire=wire))
     assert "error_feedback" in line
     assert idle_codecs(plan("ddp", wire={**wire, "reduce_inter": "int4:256"})) == ()
+    (line,) = (
+        line
+        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "scatter": "mpc", "error_feedback": True}))
+        if "error_feedback" in line
+    )
+    assert "wire.scatter = 'mpc'" in line

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.parity import CLIP, EPS, LR, batches, build, distinct_presets, gap, loss_of, mean_over_ranks
 from tests.support.training.parity import Curve as FloatCurve
 from torch import nn
@@ -147,7 +149,6 @@ def finished(model: nn.Module, losses: list[float], norms: list[float], scales: 
     with tw.full_parameters(model):
         assert {p.dtype for p in model.parameters()} == {torch.float16}
     masters = list(tw.full_state_dict(model).values())
-    runtime(model).lanes.close()
     return Scaled(FloatCurve(mean_over_ranks(losses), norms, masters), scales)
 
 
@@ -204,54 +205,43 @@ def test_all_presets_train_in_fp16_like_one_process(nodes: int, reduce_dtype: st
     assert_parity(plans, tolerance, "LossScale", "GradScaler")
 
 
-def detours(plans: dict[str, tw.Plan]) -> dict[str, tuple[list[float], float]]:
-    """Scales, and how far parameters end from those of training alone, relative to the way that they went."""
-    want, begin = alone(dist.get_world_size()).curve.parameters, list(build().parameters())
-    way = sum(float((a - b).square().sum()) for a, b in zip(want, begin, strict=True))
-    results = {}
-    for name, plan in plans.items():
-        got = with_loss_scale(plan)
-        off = sum(float((a - b).square().sum()) for a, b in zip(got.curve.parameters, want, strict=True))
-        results[name] = got.scales, math.sqrt(off / way)
-    return results
-
-
 @pytest.mark.slow
+@on_ranks(4)
 def test_codecs_of_presets_train_in_fp16() -> None:
-    names = ("zeropp", "zeropp-8bit", "thinwire")
-    plans = {name: tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float16") for name in names}
-    assert not any(plan.wire.is_none for plan in plans.values())
-    for by_name in run_ranks(4, detours, plans):
-        assert len(by_name) == 3
-        for name, (scales, detour) in by_name.items():
-            assert scales == alone(4).scales, name
-            assert 0 < detour < 0.15, (name, detour)
+    """Parameters end not far from those of training alone, relative to the way that they went."""
+    want, begin = alone(4), list(build().parameters())
+    way = sum(float((a - b).square().sum()) for a, b in zip(want.curve.parameters, begin, strict=True))
+    for name in ("zeropp", "zeropp-8bit", "thinwire"):
+        plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float16")
+        assert not plan.wire.is_none
+        got = with_loss_scale(plan)
+        pairs = zip(got.curve.parameters, want.curve.parameters, strict=True)
+        off = sum(float((a - b).square().sum()) for a, b in pairs)
+        assert got.scales == want.scales, name
+        assert 0 < math.sqrt(off / way) < 0.15, name
 
 
-def traffic(plans: list[tw.Plan]) -> list[dict[str, dict[str, int]]]:
-    sent = []
-    for plan in plans:
-        model = tw.shard(build(), plan)
-        scale = tw.LossScale(1024.0)
-        optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR, loss_scale=scale)
-        tw.traffic(model)
-        for data in batches(dist.get_world_size(), 1, 2):
-            scale.scale(loss_of(model, data[0, dist.get_rank()])).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runtime(model).join_spreads()
-        sent.append(tw.traffic(model))
-        runtime(model).lanes.close()
-    return sent
+def traffic(plan: tw.Plan) -> dict[str, dict[str, int]]:
+    model = tw.shard(build(), plan)
+    scale = tw.LossScale(1024.0)
+    optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR, loss_scale=scale)
+    tw.traffic(model)
+    for data in batches(dist.get_world_size(), 1, 2):
+        scale.scale(loss_of(model, data[0, dist.get_rank()])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime(model).join_spreads()
+    return tw.traffic(model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["zeropp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zeropp", "zero1"])
+@on_ranks(4)
 def test_fp16_sends_as_many_bytes_as_bf16(name: str) -> None:
-    plans = [tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
-    for half, other in run_ranks(4, traffic, plans):
-        assert half == other
-        assert sum(half["reduce"].values()) > 0
+    dtypes = ("bfloat16", "float16")
+    half, other = (traffic(tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype)) for dtype in dtypes)
+    assert half == other
+    assert sum(half["reduce"].values()) > 0
 
 
 # -- what is not finite ----------------------------------------------------------------------------------------
@@ -309,7 +299,6 @@ def survivors(plans: dict[str, tw.Plan], spoils: Sequence[float]) -> list[str]:
             training.step(2)
             if training.scale.skipped_steps != skipped or not all(p.isfinite().all() for p in training.masters()):
                 problems.append(f"{name}: {spoil} was left behind, {training.scale}")
-        runtime(training.model).lanes.close()
     return problems
 
 
@@ -330,9 +319,9 @@ def plan_of_codec(codec: str, nodes: int, name: str) -> tw.Plan:
     [
         (1, "zero3", ("none", *LOSSY, "zfp:16", "mpc")),
         (2, "zero3", ("int4:256", "exp3")),
-        pytest.param(1, "ddp", LOSSY, marks=pytest.mark.slow),
-        pytest.param(2, "ddp", LOSSY, marks=pytest.mark.slow),
-        pytest.param(2, "zero3", ("none", *LOSSY, "zfp:16", "mpc"), marks=pytest.mark.slow),
+        (1, "ddp", LOSSY),
+        (2, "ddp", LOSSY),
+        (2, "zero3", ("none", *LOSSY, "zfp:16", "mpc")),
     ],
 )
 def test_no_codec_hides_an_overflow(nodes: int, name: str, codecs: tuple[str, ...]) -> None:
@@ -352,7 +341,8 @@ class Steep(nn.Module):
         return (self.weight * x).float().sum()
 
 
-def casts_that_overflow() -> list[tuple[int, float]]:
+@on_ranks(4)
+def test_a_cast_that_overflows_is_skipped() -> None:
     """Gradients that float16 holds, and whose sum over a node it does not: as values, and as messages of a codec."""
     results = []
     for codec, reduce_dtype in (("none", "float16"), ("fp16", "float32")):
@@ -366,13 +356,7 @@ def casts_that_overflow() -> list[tuple[int, float]]:
             optimizer.step()
             optimizer.zero_grad()
         results.append((scale.skipped_steps, float(tw.full_state_dict(model)["weight"].mean())))
-        runtime(model).lanes.close()
-    return results
-
-
-def test_a_cast_that_overflows_is_skipped() -> None:
-    for results in run_ranks(4, casts_that_overflow):
-        assert results == [(1, -0.75), (1, -0.75)]
+    assert results == [(1, -0.75), (1, -0.75)]
 
 
 # -- error feedback --------------------------------------------------------------------------------------------
@@ -382,34 +366,30 @@ def learned_with_feedback(plan: tw.Plan, **scaling: Any) -> tuple[list[torch.Ten
     training = Spoiled(plan, **scaling)
     for number in range(12):
         training.step(number % 4)
-    runtime(training.model).lanes.close()
     return training.masters(), training.scale.value
 
 
-def feedback_over_changes(plan: tw.Plan) -> list[str]:
-    constant, _ = learned_with_feedback(plan, growth=1.0)
-    growing, last = learned_with_feedback(plan, growth=4.0, growth_interval=3)
-    forgetful, _ = learned_with_feedback(plan.with_(wire={"error_feedback": False}), growth=1.0)
-    problems = [] if last == 1024.0 * 4**4 else [f"the scale ends at {last}"]
-    if not all(map(torch.equal, constant, growing)):
-        problems.append("a new scale changed what error feedback adds")
-    if all(map(torch.equal, constant, forgetful)):
-        problems.append("error feedback has no effect")
-    return problems
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@on_ranks(4)
 def test_error_feedback_follows_the_scale(name: str) -> None:
     """Scales are powers of two and modules compute in fp32, so that not a bit may differ from a constant scale."""
     wire = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "error_feedback": True, "feedback_gain": 0.5}
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", wire=wire)
-    for problems in run_ranks(4, feedback_over_changes, plan):
-        assert not problems, problems
+    constant, _ = learned_with_feedback(plan, growth=1.0)
+    growing, last = learned_with_feedback(plan, growth=4.0, growth_interval=3)
+    forgetful, _ = learned_with_feedback(plan.with_(wire={"error_feedback": False}), growth=1.0)
+    assert last == 1024.0 * 4**4
+    assert all(map(torch.equal, constant, growing)), "a new scale changed what error feedback adds"
+    assert not all(map(torch.equal, constant, forgetful)), "error feedback has no effect"
 
 
-def resumed(plan: tw.Plan, path: Path) -> list[str]:
-    """What differs after a resumption, where the scale has grown and gradients were rounded."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_checkpoint_keeps_the_scale_and_its_rounding_errors(tmp_path: Path) -> None:
+    """Where the scale has grown and gradients were rounded."""
+    wire = {"reduce_intra": "int4:64", "error_feedback": True}
+    plan, path = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32", wire=wire), tmp_path / "saved"
     scaling = {"growth": 4.0, "growth_interval": 2}
     first, second = Spoiled(plan, **scaling), Spoiled(plan, **scaling)
     for number in range(3):
@@ -417,40 +397,27 @@ def resumed(plan: tw.Plan, path: Path) -> list[str]:
     tw.save(first.model, first.optimizer, path)
     second.step(3)
     tw.load(second.model, second.optimizer, path)
-    problems = [] if second.scale.state() == first.scale.state() else [f"{second.scale} instead of {first.scale}"]
+    assert second.scale.state() == first.scale.state()
     for number in range(4):
         for training in (first, second):
             training.step(number)
-    if second.scale.value != 1024.0 / 2 * 4**3 or second.scale.skipped_steps != 1:
-        problems.append(f"{second.scale} in the end")
-    if not all(map(torch.equal, first.masters(), second.masters())):
-        problems.append("the resumed training differs")
+    assert second.scale.value == 1024.0 / 2 * 4**3
+    assert second.scale.skipped_steps == 1
+    assert all(map(torch.equal, first.masters(), second.masters()))
     # A scale without the state of the checkpoint: rounding errors are those of the present scale.
     third = Spoiled(plan)
     tw.load(third.model, None, path)
     reductions = [runtime(training.model).reducer.reductions for training in (first, third)]
     tw.load(first.model, first.optimizer, path)
     for key, lost in reductions[0].feedback.lost.items():
-        if (
-            not torch.equal(lost / first.scale.value, reductions[1].feedback.lost[key] / third.scale.value)
-            or not lost.any()
-        ):
-            problems.append(f"{key} has another unit")
-    for training in (first, second, third):
-        runtime(training.model).lanes.close()
-    return problems
+        assert lost.any(), key
+        assert torch.equal(lost / first.scale.value, reductions[1].feedback.lost[key] / third.scale.value), key
 
 
-@pytest.mark.slow
-def test_a_checkpoint_keeps_the_scale_and_its_rounding_errors(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_error_feedback_survives_a_step_that_torchs_scaler_skips() -> None:
     wire = {"reduce_intra": "int4:64", "error_feedback": True}
-    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32", wire=wire)
-    for problems in run_ranks(2, resumed, plan, tmp_path / "saved"):
-        assert not problems, problems
-
-
-def scaler_with_feedback(plan: tw.Plan) -> list[bool]:
-    """Whether each step was finite where torch's scaler skips the second one."""
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float16", wire=wire)
     model = tw.shard(build(), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -463,56 +430,36 @@ def scaler_with_feedback(plan: tw.Plan) -> list[bool]:
         scaler.update()
         optimizer.zero_grad()
         finite.append(scaler.get_scale() == before)
-    runtime(model).lanes.close()
-    return finite
-
-
-def test_error_feedback_survives_a_step_that_torchs_scaler_skips() -> None:
-    wire = {"reduce_intra": "int4:64", "error_feedback": True}
-    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float16", wire=wire)
-    assert run_ranks(2, scaler_with_feedback, plan) == [[True, False, True, True]] * 2
+    assert finite == [True, False, True, True]
 
 
 # -- a loop of one's own ---------------------------------------------------------------------------------------
 
 
-def refusals() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
     plan = tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float16")
-    messages = []
 
-    def refused(action: Any, kind: type[Exception] = UsageError) -> None:
-        with pytest.raises(kind) as caught:
-            action()
-        messages.append(str(caught.value))
+    def refused(message: str, kind: type[Exception] = UsageError) -> Any:
+        return pytest.raises(kind, match=re.escape(message))
 
     model = tw.shard(build(), plan)
-    refused(lambda: tw.optimizer(model, torch.optim.SGD, lr=0.1))
+    with refused("scale the loss with loss_scale = thinwire.LossScale()"):
+        tw.optimizer(model, torch.optim.SGD, lr=0.1)
     scale = tw.LossScale(4.0, floor=2.0)
     optimizer = tw.optimizer(model, torch.optim.SGD, lr=0.1, loss_scale=scale)
-    refused(lambda: tw.optimizer(tw.shard(build(), plan), torch.optim.SGD, lr=0.1, loss_scale=scale))
+    with refused("a LossScale belongs to one model"):
+        tw.optimizer(tw.shard(build(), plan), torch.optim.SGD, lr=0.1, loss_scale=scale)
     data = batches(2, 1, 1)[0][0, dist.get_rank()]
     loss_of(model, data).backward()
-    refused(optimizer.step)
+    with refused("step(): no loss was scaled since the last step"):
+        optimizer.step()
     optimizer.zero_grad()
-    for last in (False, True):
-        scale.scale(loss_of(model, data) * math.inf).backward()
-        (lambda action: refused(action, NonFiniteError) if last else action())(optimizer.step)
-        optimizer.zero_grad()
-    refused(lambda: tw.shard(build(), plan.with_(wire={"reduce_intra": "exp3"})), tw.errors.SpecError)
-    return messages
-
-
-def test_what_cannot_be_done_is_refused_in_a_sentence() -> None:
-    for messages in run_ranks(2, refusals):
-        for message, part in zip(
-            messages,
-            (
-                "scale the loss with loss_scale = thinwire.LossScale()",
-                "a LossScale belongs to one model",
-                "step(): no loss was scaled since the last step",
-                "loss_scale.floor = 2: lower the learning rate",
-                "exp3 cannot encode float16, valid are bfloat16",
-            ),
-            strict=True,
-        ):
-            assert part in message
+    scale.scale(loss_of(model, data) * math.inf).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scale.scale(loss_of(model, data) * math.inf).backward()
+    with refused("loss_scale.floor = 2: lower the learning rate", NonFiniteError):
+        optimizer.step()
+    with refused("exp3 cannot encode float16, valid are bfloat16", tw.errors.SpecError):
+        tw.shard(build(), plan.with_(wire={"reduce_intra": "exp3"}))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.hf import batches, build
 from torch import nn
 
@@ -14,7 +15,6 @@ import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -38,9 +38,9 @@ def train_alone(kind: str, world: int) -> tuple[list[float], list[torch.Tensor],
     return losses, norms, [parameter.detach() for parameter in model.parameters()]
 
 
-def train(kind: str, toml: str, checkpointing: str) -> tuple[list[float], float, int]:
+def train(kind: str, plan: Plan, checkpointing: str = "") -> tuple[list[float], float, int]:
     """Three steps sharded, compared with three steps alone; losses, parameter error, number of units."""
-    plan, me = Plan.from_toml(toml), control()
+    me = control()
     model = build(kind)
     expected_losses, expected_norms, expected_parameters = train_alone(kind, me.size)
     if checkpointing:
@@ -70,38 +70,31 @@ def train(kind: str, toml: str, checkpointing: str) -> tuple[list[float], float,
     return losses, error, len(runtime(model).units)
 
 
-def train_many(kind: str, plans: list[str], checkpointing: str) -> list[tuple[list[float], float, int]]:
-    return [train(kind, plan, checkpointing) for plan in plans]
-
-
-def plans(**changes: Any) -> list[str]:
+def plans(**changes: Any) -> list[Plan]:
     fields = {"compute_dtype": "float32"} | changes
-    names = ("zero3", "zero1-node", "hpz", "amsp-13b")
-    return [Plan.preset(name, nodes=2, local=2, **fields).to_toml() for name in names]
+    return [Plan.preset(name, nodes=2, local=2, **fields) for name in ("zero3", "zero1-node", "hpz", "amsp-13b")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mixtral", "llama-tied", "gpt2"))]
-)
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "llama-tied", "gpt2"])
+@on_ranks(4)
 def test_trains_as_in_one_process(kind: str) -> None:
-    for result in run_ranks(4, train_many, kind, plans(), ""):
-        for _, error, num_units in result:
-            assert error <= 2e-6
-            assert num_units >= 4, "blocks were not found"
+    for plan in plans():
+        _, error, num_units = train(kind, plan)
+        assert error <= 2e-6
+        assert num_units >= 4, "blocks were not found"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
+@on_ranks(4)
 def test_gradient_checkpointing_of_the_model_itself(checkpointing: str) -> None:
-    for result in run_ranks(4, train_many, "llama", plans(), checkpointing):
-        assert all(error <= 2e-6 for _, error, _ in result)
+    for plan in plans():
+        assert train("llama", plan, checkpointing)[1] <= 2e-6
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_bf16_follows_fp32() -> None:
-    exact = run_ranks(4, train_many, "mixtral", plans(), "")[0]
-    for (losses, _, _), (expected, _, _) in zip(
-        run_ranks(4, train_many, "mixtral", plans(compute_dtype="bfloat16"), "")[0], exact, strict=True
-    ):
-        assert losses == pytest.approx(expected, rel=1e-2)
+    for exact, narrow in zip(plans(), plans(compute_dtype="bfloat16"), strict=True):
+        assert train("mixtral", narrow)[0] == pytest.approx(train("mixtral", exact)[0], rel=1e-2)

@@ -10,13 +10,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.parity import (
     CLIP,
     EPS,
@@ -43,7 +43,6 @@ from thinwire.collectives.group import Subgroup, recording
 from thinwire.program import UNDER_WAY, Lane
 from thinwire.sharding.api import runtime
 from thinwire.sharding.params.param_group import State
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -63,9 +62,7 @@ def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("amsp-30b",), pytest.param(("zero2", "hsdp"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("amsp-30b",), ("zero2", "hsdp")], ids=" ".join)
 def test_overlap_switches(names: tuple[str, ...]) -> None:
     assert_parity(4, cases_of({f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}, names))
 
@@ -86,9 +83,7 @@ def test_granularity_and_prefetch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("amsp-30b", "zero1", "hpz"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "zero1", "hpz")], ids=" ".join)
 def test_recompute(names: tuple[str, ...]) -> None:
     options = {
         "recompute": {"recompute": True},
@@ -99,9 +94,7 @@ def test_recompute(names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero1",), pytest.param(("amsp-30b", "ddp", "zero2", "zero1-node"), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("names", [("zero1",), ("amsp-30b", "ddp", "zero2", "zero1-node")], ids=str)
 def test_bucket_sizes(names: tuple[str, ...]) -> None:
     options = {
         f"{partition}, {size}": {"bucket_bytes": size, "partition": partition}
@@ -130,9 +123,9 @@ def test_secondary_reuse(group: str, options: dict[str, Any]) -> None:
 # -- the options do something ----------------------------------------------------------------------------------
 
 
-def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: int = 100) -> bool:
-    """Whether backward and step return before the lane's first transfer has been let through, where so many reductions
-    may be under way."""
+def check_returns(name: str, switch: str, lane: Lane, *, on: bool, early: bool, under_way: int = 100) -> None:
+    """Backward and step return before the lane's first transfer has been let through, or wait for it, where so many
+    reductions may be under way."""
     model = tw.shard(build(), plan(name, overlap={switch: on}))
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     tokens = batches(4, 1, 1)[0][0, dist.get_rank()]
@@ -158,8 +151,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
         gate.set()
         optimizer.step()
         loss_of(model, tokens)  # waits for the spread
-    runtime(model).lanes.close()
-    return bool(seen[0])
+    assert bool(seen[0]) is early
 
 
 @pytest.mark.slow
@@ -172,14 +164,15 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
         ("zero1-node", "spread", Lane.SPREAD),
     ],
 )
+@on_ranks(4)
 def test_switches_decide_whether_computation_waits(name: str, switch: str, lane: Lane) -> None:
     for on in (True, False):
-        assert run_ranks(4, partial(returns_before, name, switch, lane, on=on)) == [on] * 4
+        check_returns(name, switch, lane, on=on, early=on)
 
 
+@on_ranks(4)
 def test_a_backward_waits_when_too_many_reductions_are_under_way() -> None:
-    held = partial(returns_before, "zero3", "reduce", Lane.REDUCE, on=True, under_way=UNDER_WAY)
-    assert run_ranks(4, held) == [False] * 4
+    check_returns("zero3", "reduce", Lane.REDUCE, on=True, early=False, under_way=UNDER_WAY)
 
 
 def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
@@ -198,7 +191,6 @@ def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
         loss = loss_of(model, batches(4, 1, 1)[0][0, dist.get_rank()])
         look("between")
         loss.backward()
-    runtime(model).lanes.close()
     return seen
 
 
@@ -212,19 +204,21 @@ def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
         ({"keep_gathered": "none"}, ["blocks.1"], [], ["blocks.1"]),
     ],
 )
+@on_ranks(4)
 def test_units_are_gathered_as_far_ahead_as_the_plan_asks(
     options: dict[str, Any], forward: list[str], between: list[str], backward: list[str]
 ) -> None:
     """Gathered are the running unit, the root (both ends need its norm), and as many units as the plan asks for."""
-    for seen in run_ranks(4, gathered_units, options):
-        root = [] if options.get("keep_gathered") == "none" else [""]
-        assert seen["forward"] == ["", "blocks.0", *forward]
-        assert seen["between"] == [*root, *between]
-        assert [name for name in seen["backward"] if name] == [*backward, "blocks.2"]
+    seen = gathered_units(options)
+    root = [] if options.get("keep_gathered") == "none" else [""]
+    assert seen["forward"] == ["", "blocks.0", *forward]
+    assert seen["between"] == [*root, *between]
+    assert [name for name in seen["backward"] if name] == [*backward, "blocks.2"]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("ahead", ["block", "module"])
+@on_ranks(4)
 def test_a_backward_gathers_the_modules_of_the_next_block(ahead: str, recompute: bool) -> None:
     """While the gradients of a block are computed, the modules of the next one arrive; or only the module that the
     backward needs next, which recomputation makes the last one of the next block."""
@@ -235,8 +229,8 @@ def test_a_backward_gathers_the_modules_of_the_next_block(ahead: str, recompute:
         ("module", False): set(),
         ("module", True): {"blocks.1.down"},
     }[ahead, recompute]
-    for seen in run_ranks(4, gathered_units, options):
-        assert {name for name in seen["backward"] if name.startswith("blocks.")} - {"blocks.2.up"} == expected
+    seen = gathered_units(options)["backward"]
+    assert {name for name in seen if name.startswith("blocks.")} - {"blocks.2.up"} == expected
 
 
 def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
@@ -257,7 +251,6 @@ def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[st
             runtime(model).join_spreads()
         handle.remove()
     lanes = [record.lane for record in records]
-    runtime(model).lanes.close()
     return {
         "units": len(runtime(model).units),
         "lanes": {str(lane): lanes.count(lane) for lane in Lane},
@@ -267,31 +260,35 @@ def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[st
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_recompute_runs_forward_again_and_gathers_no_more() -> None:
-    plain, again = (run_ranks(4, exchanges, "zero3", {"recompute": flag}, 1)[0] for flag in (False, True))
+    plain, again = (exchanges("zero3", {"recompute": flag}, 1) for flag in (False, True))
     assert (plain["calls"], again["calls"]) == (1, 2)
     assert plain["bytes"] == again["bytes"]
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_bucket_bytes_decide_how_many_reductions() -> None:
-    small, large = (run_ranks(4, exchanges, "zero1", {"bucket_bytes": size}, 1)[0] for size in (1, "1GiB"))
+    small, large = (exchanges("zero1", {"bucket_bytes": size}, 1) for size in (1, "1GiB"))
     assert small["lanes"]["reduce"] == 2 * small["units"]  # two hops each
     assert large["lanes"]["reduce"] == 2
     assert small["bytes"]["reduce"] == large["bytes"]["reduce"]
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_granularity_decides_what_a_unit_is() -> None:
-    block, module = (run_ranks(4, exchanges, "zero3", {"granularity": g}, 1)[0] for g in ("block", "module"))
+    block, module = (exchanges("zero3", {"granularity": each}, 1) for each in ("block", "module"))
     assert (block["units"], module["units"]) == (5, 2 * 3 + 3)
     assert module["lanes"]["reduce"] == 2 * module["units"]
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_secondary_reuse_gathers_across_nodes_once_a_step() -> None:
     without, with_reuse, never = (
-        run_ranks(4, exchanges, name, options, 3)[0]["bytes"]["gather"]["across"]
+        exchanges(name, options, 3)["bytes"]["gather"]["across"]
         for name, options in (("hpz", {}), ("hpz", {"secondary_reuse": True}), ("zero3", {}))
     )
     assert without == 3 * with_reuse
@@ -345,7 +342,10 @@ def test_slow_links_and_dirty_memory_everywhere(granularity: str, partition: str
     assert_parity(4, strained(granularity, partition, marked=marked), gaps_under_strain)
 
 
-def two_at_once(names: tuple[str, str]) -> list[Gap]:
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero1", "zero1"), ("zero3", "hpz"), ("hsdp", "zero1-node")])
+@on_ranks(4)
+def test_two_models_in_one_process(names: tuple[str, str]) -> None:
     """Two models that share the links take turns, without waiting for each other's transfers."""
     rank = dist.get_rank()
     models = [tw.shard(build(), plan(name)) for name in names]
@@ -361,25 +361,18 @@ def two_at_once(names: tuple[str, str]) -> list[Gap]:
             curve.append(tw.clip_grad_norm_(model, CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
-    differences = []
     for model, loss_curve, norm_curve in zip(models, losses, norms, strict=True):
         with tw.full_parameters(model):
             parameters = [p.detach().clone() for p in model.parameters()]
-        differences.append(gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1)))
-    return differences
+        difference = gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1))
+        assert difference.closed, difference
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero1", "zero1"), ("zero3", "hpz"), pytest.param(("hsdp", "zero1-node"), marks=pytest.mark.slow)]
-)
-def test_two_models_in_one_process(names: tuple[str, str]) -> None:
-    for differences in run_ranks(4, two_at_once, names):
-        assert all(one.closed for one in differences), differences
-
-
-def tensors_left(name: str, *, recompute: bool) -> int:
-    """How many of the modules' inputs and outputs outlive the backward, without the garbage collector's help."""
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@on_ranks(4)
+def test_activations_are_free_after_backward(name: str, recompute: bool) -> None:
+    """None of the modules' inputs and outputs outlives the backward, without the garbage collector's help."""
     model = tw.shard(build(), plan(name, recompute=recompute))
     kept: list[weakref.ref[torch.Tensor]] = []
 
@@ -396,19 +389,16 @@ def tensors_left(name: str, *, recompute: bool) -> int:
     try:
         loss_of(model, tokens).backward()
         assert len(kept) > 10
-        return sum(tensor() is not None for tensor in kept)
+        assert not any(tensor() is not None for tensor in kept)
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["ddp", "zero3"])
-def test_activations_are_free_after_backward(name: str, recompute: bool) -> None:
-    assert run_ranks(4, partial(tensors_left, name, recompute=recompute)) == [0] * 4
-
-
-def is_freed(name: str) -> bool:
-    """Whether a model without references is freed, together with its optimizer."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero1-node", "ddp", "hpz"])
+@on_ranks(4)
+def test_a_model_nobody_needs_is_freed(name: str) -> None:
+    """Without references, and together with its optimizer."""
     model = tw.shard(build(), plan(name))
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     for _ in range(3):  # units have settled on one hook then
@@ -420,15 +410,7 @@ def is_freed(name: str) -> bool:
     del model, optimizer
     for _ in range(3):  # a collection finds what the one before has made unreachable
         gc.collect()
-    return all(one() is None for one in left)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["zero3", "zero1-node", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hpz"))]
-)
-def test_a_model_nobody_needs_is_freed(name: str) -> None:
-    assert all(run_ranks(4, is_freed, name))
+    assert all(one() is None for one in left)
 
 
 # -- sums, repeated backwards, clipping ------------------------------------------------------------------------
@@ -436,7 +418,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marked", [True, False])
 def test_sum_instead_of_mean(marked: bool, part: str) -> None:
     cases = {name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES}
     assert_parity(4, part_of(part, cases))
@@ -514,17 +496,7 @@ def irregular_sharded(plan: tw.Plan, marked: bool) -> Curve:
     curve = irregular(model, optimizer, tw.clip_grad_norm_, backward)
     with tw.full_parameters(model):
         parameters = [p.detach().clone() for p in model.parameters()]
-    runtime(model).lanes.close()
     return Curve(mean_over_ranks(curve.losses), curve.norms, parameters)
-
-
-def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
-    differences = {}
-    for name, plan in plans.items():
-        for marked in (True, False):
-            want = irregular_alone(4.0 if plan.grad_reduce == "sum" else 1.0)
-            differences[f"{name} {marked}"] = gap(irregular_sharded(plan, marked), want)
-    return differences
 
 
 @pytest.mark.slow
@@ -532,17 +504,15 @@ def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     ("grad_reduce", "names"),
     [
         ("mean", ("zero3",)),
-        pytest.param(
-            "mean", ("zero1", "amsp-30b", "hpz", "ddp", "zero2", "zero1-node", "hsdp"), marks=pytest.mark.slow
-        ),
-        pytest.param("sum", SHAPES, marks=pytest.mark.slow),
+        ("mean", ("zero1", "amsp-30b", "hpz", "ddp", "zero2", "zero1-node", "hsdp")),
+        ("sum", SHAPES),
     ],
     ids=["mean", "mean, other shapes", "sum"],
 )
+@on_ranks(4)
 def test_irregular_steps(grad_reduce: str, names: tuple[str, ...]) -> None:
-    plans = {name: plan(name, grad_reduce=grad_reduce) for name in names}
-    results = run_ranks(4, irregular_gaps, plans)
-    open_ = [
-        f"{name}: {difference}" for result in results for name, difference in result.items() if not difference.closed
-    ]
-    assert not open_, "\n".join(open_)
+    for name in names:
+        for marked in (True, False):
+            got = irregular_sharded(plan(name, grad_reduce=grad_reduce), marked)
+            difference = gap(got, irregular_alone(4.0 if grad_reduce == "sum" else 1.0))
+            assert difference.closed, f"{name} {marked}: {difference}"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.training.edge import ADAMW, TOLERANCE, close, gap, plan, whole
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import ADAMW, TOLERANCE, gap, plan, whole
 from tests.support.training.hf import batches
 from tests.support.training.hf import build as build_model
 from torch import nn
 
 import thinwire as tw
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -96,10 +96,11 @@ def check(kind: str, name: str, *, checkpointing: bool = False, **options: Any) 
     check_saved(model, reference, kind)
     error = gap(whole(model), list(reference.parameters()))
     assert error <= TOLERANCE, f"{label}: parameters differ by {error:.1e}"
-    close(model)
 
 
-def check_all() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_lora_under_every_preset_and_with_its_options() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("ddp", "zero1", "zero2", "zero3", "hpz"):
@@ -110,8 +111,3 @@ def check_all() -> None:
         check("llama", "zero3", use_rslora=True, bias="all")
         check("gpt2", "zero3", fan_in_fan_out=True)
         check("mixtral", "zero3")
-
-
-@pytest.mark.slow
-def test_lora_under_every_preset_and_with_its_options() -> None:
-    run_ranks(4, check_all)

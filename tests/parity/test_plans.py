@@ -19,15 +19,7 @@ def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
 
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize(
-    ("partition", "micro_batches"),
-    [
-        ("inter", 2),
-        pytest.param("intra", 1, marks=pytest.mark.slow),
-        pytest.param("intra", 2, marks=pytest.mark.slow),
-        pytest.param("inter", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("partition", "micro_batches"), [("inter", 2), ("intra", 1), ("intra", 2), ("inter", 1)])
 def test_presets_on_2x2(partition: str, micro_batches: int, part: str) -> None:
     cases = {
         name: Case(preset(name, 2, 2, partition=partition), micro_batches)
@@ -75,13 +67,7 @@ def test_every_combination_of_factors_trains_alike_on_2x2(partition: str, second
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("local", "nodes", "partition"),
-    [
-        (4, 1, "intra"),
-        pytest.param(1, 4, "inter", marks=pytest.mark.slow),
-        pytest.param(4, 1, "inter", marks=pytest.mark.slow),
-        pytest.param(1, 4, "intra", marks=pytest.mark.slow),
-    ],
+    ("local", "nodes", "partition"), [(4, 1, "intra"), (1, 4, "inter"), (4, 1, "inter"), (1, 4, "intra")]
 )
 def test_every_combination_of_factors_trains_alike_on_one_axis(local: int, nodes: int, partition: str) -> None:
     """One node of four ranks, and four nodes of one: every collective has one hop."""

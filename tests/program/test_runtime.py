@@ -28,10 +28,10 @@ from thinwire.testing import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-def variants(part: str, **changes: Any) -> list[str]:
+def variants(part: str, **changes: Any) -> list[Plan]:
     plans = part_of(part, {name: Plan.preset(name, nodes=2, local=2).uncompressed() for name in Plan.preset_names()})
     both = ("intra", "inter")
-    return [plan.with_(partition=each, **changes).to_toml() for plan in plans.values() for each in both]
+    return [plan.with_(partition=each, **changes) for plan in plans.values() for each in both]
 
 
 @in_part
@@ -53,7 +53,7 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool, p
 @pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_runtime_performs_amsps_engine(recompute: bool) -> None:
     names = ("zero1-node", "amsp-13b", "amsp-30b")
-    plans = [Plan.preset(name, nodes=2, local=2, engine="amsp", recompute=recompute).to_toml() for name in names]
+    plans = [Plan.preset(name, nodes=2, local=2, engine="amsp", recompute=recompute) for name in names]
     for counts in run_ranks(4, follow_many, plans, 2):
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
@@ -73,7 +73,7 @@ def test_runtime_gathers_what_is_kept_encoded_as_the_program_says(changes: dict[
     names = ("ddp", "zero1", "zero3", "hpz", "hpz again", "zeropp", "mics")
     plans = [Plan.preset(name.removesuffix(" again"), nodes=2, local=2).with_(**changes) for name in names]
     plans[4] = plans[4].with_(secondary_reuse=True)
-    for counts in run_ranks(4, follow_many, [plan.to_toml() for plan in plans], 2):
+    for counts in run_ranks(4, follow_many, plans, 2):
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
 
@@ -108,7 +108,7 @@ def test_runtime_gathers_what_is_kept_encoded_as_the_program_says(changes: dict[
 def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any], names: tuple[str, ...]) -> None:
     presets = {name: (name.split()[0], {"secondary_reuse": True} if "again" in name else {}) for name in names}
     plans = [Plan.preset(name, nodes=2, local=2, **fields, **changes) for name, fields in presets.values()]
-    run_ranks(4, follow_many, [plan.to_toml() for plan in plans], 3)
+    run_ranks(4, follow_many, plans, 3)
 
 
 def watch_prefetch(prefetch: int, overlap: bool) -> list[list[int]]:
@@ -152,9 +152,9 @@ def test_no_gather_runs_ahead_without_overlap() -> None:
 )
 def test_a_program_of_three_nodes_of_two_ranks_matches_too(names: tuple[str, ...]) -> None:
     plans = [
-        Plan.preset(name, nodes=3, local=2, partition=partition).uncompressed().to_toml()
+        Plan.preset(name, nodes=3, local=2, partition=partition).uncompressed()
         for name in names
         for partition in ("intra", "inter")
     ]
-    plans.append(Plan.preset("zero3", nodes=3, local=2, granularity="module", **TOGETHER).to_toml())
+    plans.append(Plan.preset("zero3", nodes=3, local=2, granularity="module", **TOGETHER))
     run_ranks(6, follow_many, plans, 2)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
@@ -14,7 +15,6 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +42,18 @@ def pieces(model: nn.Module) -> list[torch.Tensor]:
     return [value.clone() for pair in held for value in pair if value is not None]
 
 
-def check_bits(preset: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        ("thinwire", {}),
+        ("zeropp", {}),
+        ("zero1", {"compute_dtype": "bfloat16", "wire": {"spread": "int8:64", "spread_difference": True}}),
+        ("zero3", {"recompute": True}),
+    ],
+    ids=["thinwire", "zeropp", "differences", "recomputed"],
+)
+@on_ranks(WORLD)
+def test_a_copy_has_the_bits_of_every_rank(preset: str, options: dict[str, Any]) -> None:
     rank = torch.distributed.get_rank()
     plan = tw.Plan.preset(preset, nodes=2, local=2, **options)
     units = ["blocks.0", "blocks.1"] if preset == "zeropp" else None
@@ -59,20 +70,6 @@ def check_bits(preset: str, options: dict[str, Any]) -> None:
     assert not all(map(torch.equal, pieces(twin), pieces(model)))
 
 
-@pytest.mark.parametrize(
-    ("preset", "options"),
-    [
-        ("thinwire", {}),
-        ("zeropp", {}),
-        ("zero1", {"compute_dtype": "bfloat16", "wire": {"spread": "int8:64", "spread_difference": True}}),
-        ("zero3", {"recompute": True}),
-    ],
-    ids=["thinwire", "zeropp", "differences", "recomputed"],
-)
-def test_a_copy_has_the_bits_of_every_rank(preset: str, options: dict[str, Any]) -> None:
-    run_ranks(WORLD, check_bits, preset, options)
-
-
 class Scaled(Stack):
     """A stack with a parameter that sharding leaves alone."""
 
@@ -85,7 +82,8 @@ class Scaled(Stack):
         return super().forward(x) * self.scale
 
 
-def check_the_rest() -> None:
+@on_ranks(WORLD)
+def test_parts_wrappers_and_refusals() -> None:
     rank = torch.distributed.get_rank()
     plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32")
     model = tw.shard(build(Scaled), plan)
@@ -113,7 +111,3 @@ def check_the_rest() -> None:
         tw.shard(block, plan)
     whole = tw.shard(parts, plan)
     assert train(copy.deepcopy(whole), rank) == train(whole, rank)
-
-
-def test_parts_wrappers_and_refusals() -> None:
-    run_ranks(WORLD, check_the_rest)

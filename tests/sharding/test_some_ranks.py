@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
 from torch import nn
@@ -133,51 +134,43 @@ def test_a_rank_trains_two_models_with_different_ranks(preset: str) -> None:
     assert run_ranks(3, train_two_that_share_a_rank, preset) == [[first], [second, first], [second]]
 
 
-def train_reordered() -> tuple[list[float], int]:
+def train_reordered() -> list[float]:
     """The first rank of the plan's mesh is the job's last."""
     mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
     model, optim = make("zero1-node", nodes=2, mesh=mesh)
-    return [value for number in range(STEPS) for value in step(model, optim, number, 1 - dist.get_rank())], 0
+    return [value for number in range(STEPS) for value in step(model, optim, number, 1 - dist.get_rank())]
 
 
 def test_a_mesh_says_the_order_of_ranks() -> None:
     expected = run_ranks(2, train_pair, "zero1-node", 2)
-    (last, _), (first, _) = run_ranks(2, train_reordered)
+    last, first = run_ranks(2, train_reordered)
     assert [first, last] == expected
 
 
-def refused() -> dict[str, str]:
-    """What each misuse says."""
-    plan, said = tw.Plan.preset("zero1", nodes=1, local=2), {}
+@on_ranks(3)
+def test_misuse_is_told() -> None:
+    plan = tw.Plan.preset("zero1", nodes=1, local=2)
     pair = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (3,))
 
-    def says(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except (UsageError, SpecError) as error:
-            said[name] = str(error)
+    def told(sentence: str) -> Any:
+        return pytest.raises((UsageError, SpecError), match=re.escape(sentence))
 
     if dist.get_rank() < 2:
-        says("both", lambda: tw.shard(nn.Linear(2, 2), plan, mesh=mesh, group=pair))
+        whole = r"^mesh= and group= both say which ranks train the model: give one of them$"
+        with pytest.raises(UsageError, match=whole):
+            tw.shard(nn.Linear(2, 2), plan, mesh=mesh, group=pair)
         block = nn.Sequential(nn.Linear(2, 2))
         tw.shard(block[0], plan, group=pair)
-        says("parts", lambda: tw.shard(block, plan, group=dist.group.WORLD))
-    says("outside", lambda: tw.shard(nn.Linear(2, 2), plan, group=pair) if dist.get_rank() == 2 else None)
-    says("size", lambda: tw.shard(nn.Linear(2, 2), plan, mesh=mesh))
-    says("job", lambda: tw.shard(nn.Linear(2, 2), plan))
-    return said
-
-
-def test_misuse_is_told() -> None:
-    first, second, third = run_ranks(3, refused)
-    assert first["both"] == second["both"] == "mesh= and group= both say which ranks train the model: give one of them"
-    assert (
-        "sharded already, over ranks [0, 1]: give every part and the model the same mesh= or group=" in first["parts"]
-    )
-    assert "rank 2 is not in it; only its ranks call thinwire.shard" in third["outside"]
-    assert "mesh = 2x1 has 2 ranks, mesh= or group= has 3" in first["size"]
-    assert "the job has 3; start 2 ranks, name as many with mesh= or group=" in third["job"]
+        with told("sharded already, over ranks [0, 1]: give every part and the model the same mesh= or group="):
+            tw.shard(block, plan, group=dist.group.WORLD)
+    else:
+        with told("rank 2 is not in it; only its ranks call thinwire.shard"):
+            tw.shard(nn.Linear(2, 2), plan, group=pair)
+    with told("mesh = 2x1 has 2 ranks, mesh= or group= has 3"):
+        tw.shard(nn.Linear(2, 2), plan, mesh=mesh)
+    with told("the job has 3; start 2 ranks, name as many with mesh= or group="):
+        tw.shard(nn.Linear(2, 2), plan)
 
 
 def wait_for_each_other() -> str:

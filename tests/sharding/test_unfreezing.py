@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.behaviours.models import Stack
+from tests.support.ranks import on_ranks
+from tests.support.said import heard
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -32,7 +32,8 @@ def half_frozen(**changes: Any) -> nn.Module:
     return tw.shard(model, plan)
 
 
-def check_refusals() -> None:
+@on_ranks(2)
+def test_refusals_name_what_stands_in_the_way() -> None:
     on_host = {"optimizer": "host-update", "gradients": "host", "params": "host"}
     for changes, why in (
         ({"residence": on_host}, "places on the host"),
@@ -54,11 +55,8 @@ def check_refusals() -> None:
         (model.first.weight if dist.get_rank() else model.first.bias).requires_grad_(True)
 
 
-def test_refusals_name_what_stands_in_the_way() -> None:
-    run_ranks(2, check_refusals)
-
-
-def check_groups() -> None:
+@on_ranks(2)
+def test_groups_of_the_fast_optimizer() -> None:
     model = half_frozen()
     optim = tw.optimizer(model, torch.optim.SGD, lr=1.0, param_groups=[{"params": ["first.*", "head.*"], "lr": 0.0}])
     with pytest.raises(UsageError, match="after their requires_grad = True"):
@@ -78,10 +76,6 @@ def check_groups() -> None:
     assert not changed & {"first.weight", "head.weight"}
     with pytest.raises(UsageError, match="before their first gradient"):
         optim.add_param_group({"params": [model.first.weight]})
-
-
-def test_groups_of_the_fast_optimizer() -> None:
-    run_ranks(2, check_groups)
 
 
 class MeanTeacher(nn.Module):
@@ -143,7 +137,9 @@ def move(model: MeanTeacher) -> None:
         parameter.add_(1.0)
 
 
-def check_mean_teacher(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@on_ranks(2)
+def test_a_mean_teacher_moves_in_every_way(preset: str) -> None:
     wanted = mean_teacher()
     start = {name: value.clone() for name, value in wanted.state_dict().items()}
     move(wanted)
@@ -161,11 +157,6 @@ def check_mean_teacher(preset: str) -> None:
             seen, teacher = model.teacher(torch.ones(2, 8)), wanted.teacher.bfloat16()
             torch.testing.assert_close(seen, teacher(torch.ones(2, 8).bfloat16()).to(seen.dtype), rtol=0.1, atol=0.1)
         wanted.float()
-
-
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_a_mean_teacher_moves_in_every_way(preset: str) -> None:
-    run_ranks(2, check_mean_teacher, preset)
 
 
 @torch.no_grad()
@@ -198,19 +189,17 @@ def averaged(kind: str, *, sharded: str) -> dict[str, torch.Tensor]:
     return tw.full_state_dict(mean.module) if sharded else mean.module.state_dict()
 
 
-def check_averages(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@on_ranks(2)
+def test_averages_of_partly_frozen_models(preset: str) -> None:
     for kind in ("each", "one", "equal", "states"):
         got, wanted = averaged(kind, sharded=preset), averaged(kind, sharded="")
         for name, value in got.items():
             torch.testing.assert_close(value.float(), wanted[name], rtol=0.0, atol=4e-3, msg=f"{kind} {name}")
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_averages_of_partly_frozen_models(preset: str) -> None:
-    run_ranks(2, check_averages, preset)
-
-
-def check_loads_stay_narrow() -> None:
+@on_ranks(2)
+def test_loads_and_narrow_models_get_no_masters() -> None:
     model = tw.shard(mean_teacher(), tw.Plan.preset("zero3", nodes=1, local=2))
     values = {name: torch.ones_like(value) for name, value in mean_teacher().teacher.state_dict().items()}
     model.teacher.load_state_dict(values)
@@ -222,10 +211,6 @@ def check_loads_stay_narrow() -> None:
     narrow = tw.shard(mean_teacher().bfloat16(), tw.Plan.preset("zero3", nodes=1, local=2))
     follow(narrow, by_methods, 1)
     assert narrow.teacher.head.weight.dtype == torch.bfloat16  # as the user's
-
-
-def test_loads_and_narrow_models_get_no_masters() -> None:
-    run_ranks(2, check_loads_stay_narrow)
 
 
 def check_teacher_resumes(path: str, *, fast: bool, steps: int) -> None:
@@ -258,7 +243,8 @@ def test_a_mean_teacher_goes_on_from_a_checkpoint(tmp_path: Path, fast: bool, st
     run_ranks(2, partial(check_teacher_resumes, str(tmp_path / "saved"), fast=fast, steps=steps))
 
 
-def check_updates_without_masters() -> None:
+@on_ranks(2)
+def test_updates_that_round_are_told() -> None:
     for changes, why in (
         ({"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}}, "places on the host"),
         ({}, "an average of its weights"),
@@ -267,7 +253,7 @@ def check_updates_without_masters() -> None:
         if not changes:
             tw.average(model, decay=0.9)
         before = tw.full_state_dict(model)["first.weight"]
-        with heard() as warnings, torch.no_grad():
+        with heard(logging.WARNING) as warnings, torch.no_grad():
             model.first.weight.mul_(0.5)
             model.first.bias.mul_(0.5)
         said = [text for text in warnings if why in text and text.startswith("first.weight was frozen")]
@@ -275,23 +261,10 @@ def check_updates_without_masters() -> None:
         assert torch.equal(tw.full_state_dict(model)["first.weight"], before * 0.5)
 
 
-@contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
-    """The warnings of the block."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("thinwire")
-    log.addHandler(handler)
-    yield texts
-    log.removeHandler(handler)
+@on_ranks(2)
+def test_checkpoints_hold_what_was_unfrozen_after_the_optimizer_was_made(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
 
-
-def test_updates_that_round_are_told() -> None:
-    run_ranks(2, check_updates_without_masters)
-
-
-def check_unfrozen_after_the_optimizer(path: str) -> None:
     def begun() -> tuple[nn.Module, tw.ShardedOptimizer]:
         model = half_frozen()
         optim = tw.optimizer(model, torch.optim.AdamW, lr=0.1)
@@ -312,11 +285,8 @@ def check_unfrozen_after_the_optimizer(path: str) -> None:
     torch.testing.assert_close(step(resumed, optim_of_resumed), step(model, optim), rtol=0.0, atol=0.0)
 
 
-def test_checkpoints_hold_what_was_unfrozen_after_the_optimizer_was_made(tmp_path: Path) -> None:
-    run_ranks(2, check_unfrozen_after_the_optimizer, str(tmp_path / "saved"))
-
-
-def check_order() -> list[str]:
+@on_ranks(2)
+def test_new_masters_wait_for_what_is_under_way() -> None:
     """Hazards where parameters get masters while gradients are on their way."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
@@ -337,14 +307,12 @@ def check_order() -> list[str]:
             optim.step()
             optim.zero_grad()
             follow(model, by_lerp, step)
-    return [str(hazard) for hazard in check.hazards]
+    assert [str(hazard) for hazard in check.hazards] == []
 
 
-def test_new_masters_wait_for_what_is_under_way() -> None:
-    assert run_ranks(2, check_order) == [[]] * 2
-
-
-def check_differences() -> None:
+@on_ranks(4)
+def test_two_buffers_of_a_unit_are_each_spread_once() -> None:
+    """Differences that are spread twice are added twice."""
     model = mean_teacher()
     for block in model.student.blocks:
         block.up.requires_grad_(False)
@@ -364,8 +332,3 @@ def check_differences() -> None:
     with tw.full_parameters(model):
         for name, computed in model.named_parameters():
             torch.testing.assert_close(computed.detach(), masters[name], rtol=0.0, atol=1e-3, msg=name)
-
-
-def test_two_buffers_of_a_unit_are_each_spread_once() -> None:
-    """Differences that are spread twice are added twice."""
-    run_ranks(4, check_differences)

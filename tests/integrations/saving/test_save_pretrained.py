@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
-from thinwire.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
 import lightning.pytorch as pl  # noqa: E402
 from tests.support.frameworks.fabric import fabric_of  # noqa: E402
 from tests.support.frameworks.lightning import trainer as lightning_trainer  # noqa: E402
-from tests.support.frameworks.transformers import Text, arguments, build, join  # noqa: E402
+from tests.support.frameworks.transformers import Text, arguments, build  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
@@ -112,17 +112,13 @@ def check_files(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:
     assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
 
 
-def save(folder: Path, course: Course) -> None:
-    join()
-    model, saves = course(folder)
-    saves.save_pretrained(folder / "saved")
-    states = tw.full_state_dict(model)
-    inside = {name.removeprefix("inside."): value for name, value in states.items() if "value" not in name}
-    check_files(folder / "saved", inside)
-
-
 @pytest.mark.parametrize(
     "course", [in_a_loop, of_a_copy, by_lightning, by_fabric, by_accelerate, by_the_trainer], ids=lambda c: c.__name__
 )
+@on_ranks(2)
 def test_each_writes_the_whole_model(course: Course, tmp_path: Path) -> None:
-    run_ranks(2, save, tmp_path, course)
+    model, saves = course(tmp_path)
+    saves.save_pretrained(tmp_path / "saved")
+    states = tw.full_state_dict(model)
+    inside = {name.removeprefix("inside."): value for name, value in states.items() if "value" not in name}
+    check_files(tmp_path / "saved", inside)

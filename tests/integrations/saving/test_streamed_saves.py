@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -20,7 +21,7 @@ from thinwire.testing import run_ranks
 transformers = pytest.importorskip("transformers")
 
 from tests.support.families.tiny import random_model  # noqa: E402
-from tests.support.frameworks.transformers import Text, arguments, build, join  # noqa: E402
+from tests.support.frameworks.transformers import Text, arguments, build  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
@@ -49,15 +50,12 @@ def save_beside(folder: Path, model: nn.Module, **options: Any) -> None:
     check_equal(folder / "sharded", folder / "whole")
 
 
-def of_family(folder: Path, family: str) -> None:
-    save_beside(folder, random_model(family), max_shard_size="20KB")
-    assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@on_ranks(2)
 def test_files_equal_those_of_one_process(family: str, tmp_path: Path) -> None:
     """With an index, tied embeddings (gpt2), and experts whose weights are cut apart for the files (mixtral)."""
-    run_ranks(2, of_family, tmp_path, family)
+    save_beside(tmp_path, random_model(family), max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
 
 
 def of_adapters(folder: Path, safe: bool) -> None:
@@ -73,17 +71,14 @@ def test_adapters_equal_those_of_one_process(safe: bool, tmp_path: Path) -> None
     run_ranks(2, of_adapters, tmp_path, safe)
 
 
-def of_buffers(folder: Path) -> None:
+@on_ranks(2)
+def test_tensors_of_other_dtypes(tmp_path: Path) -> None:
     """Buffers of other dtypes are saved as they are."""
     model = build()
     model.register_buffer("seen", torch.arange(3))
     model.register_buffer("mask", torch.tensor([True, False, True]))
     model.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
-    save_beside(folder, model)
-
-
-def test_tensors_of_other_dtypes(tmp_path: Path) -> None:
-    run_ranks(2, of_buffers, tmp_path)
+    save_beside(tmp_path, model)
 
 
 def by_the_trainer(folder: Path) -> None:
@@ -109,26 +104,19 @@ def by_accelerate(folder: Path) -> None:
     check_equal(folder / "sharded", folder / "whole")
 
 
-def joined(folder: Path, course: Callable[[Path], None]) -> None:
-    join()
-    course(folder)
-
-
 @pytest.mark.parametrize("course", [by_the_trainer, by_accelerate], ids=lambda course: course.__name__)
+@on_ranks(2)
 def test_plug_ins_write_the_same(course: Callable[[Path], None], tmp_path: Path) -> None:
-    run_ranks(2, joined, tmp_path, course)
+    course(tmp_path)
 
 
-def into_nowhere(folder: Path) -> None:
-    model = tw.shard(build(), PLAN)
-    (folder / "file").touch()
-    with pytest.raises(CheckpointError, match="save_pretrained: "):
-        model.save_pretrained(folder / "file" / "below")
-    model.save_pretrained(folder / "saved")
-
-
+@on_ranks(2)
 def test_every_rank_learns_that_the_first_cannot_write(tmp_path: Path) -> None:
-    run_ranks(2, into_nowhere, tmp_path)
+    model = tw.shard(build(), PLAN)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="save_pretrained: "):
+        model.save_pretrained(tmp_path / "file" / "below")
+    model.save_pretrained(tmp_path / "saved")
 
 
 def resident(which: str) -> int:
@@ -136,7 +124,9 @@ def resident(which: str) -> int:
     return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-def measured(folder: Path) -> None:
+@on_ranks(2)
+def test_no_rank_holds_the_whole_state(tmp_path: Path) -> None:
+    """A model of 400 MiB in one file."""
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=12
     )
@@ -144,17 +134,12 @@ def measured(folder: Path) -> None:
     state = sum(item.numel() * 4 for item in model.parameters())
     largest = max(item.numel() * 4 for item in model.parameters())
     tw.shard(model, PLAN)
-    (folder / "first").mkdir(exist_ok=True)
-    build().save_pretrained(folder / "first" / str(dist.get_rank()))  # what libraries import when they save
+    (tmp_path / "first").mkdir(exist_ok=True)
+    build().save_pretrained(tmp_path / "first" / str(dist.get_rank()))  # what libraries import when they save
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    model.save_pretrained(folder / "saved")
+    model.save_pretrained(tmp_path / "saved")
     extra = resident("VmHWM") - before
     # A gather takes some three times its tensor, and the C library keeps what was freed.
     assert extra < 15 * largest < state / 4, (extra, largest, state)
-    assert (folder / "saved" / "model.safetensors").stat().st_size > state
-
-
-def test_no_rank_holds_the_whole_state(tmp_path: Path) -> None:
-    """A model of 400 MiB in one file."""
-    run_ranks(2, measured, tmp_path)
+    assert (tmp_path / "saved" / "model.safetensors").stat().st_size > state

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -83,30 +84,26 @@ def in_groups(kind: str, rate: torch.Tensor) -> tuple[nn.Module, Any]:
     return model, torch.optim.NAdam([{"params": list(model.up.parameters())}, {"params": [model.scale]}], lr=rate)
 
 
-def decayed(directory: str, kind: str, shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """Learning rates of two groups after a load."""
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (1,)])
+@on_ranks(2)
+def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
     rate = torch.full(shape, 0.1)
     model, optim = in_groups(kind, rate)
     trained(model, optim, 0, ranks=(dist.get_rank(),))
     optim.param_groups[0]["lr"] = torch.full(shape, 0.025)
-    tw.save(model, optim, f"{directory}/decayed")
+    tw.save(model, optim, tmp_path / "decayed")
     model, optim = in_groups(kind, rate)
-    tw.load(model, optim, f"{directory}/decayed")
+    tw.load(model, optim, tmp_path / "decayed")
     assert rate.item() == pytest.approx(0.1)  # whoever else holds it keeps it
-    return [group["lr"] for group in optim.param_groups]
+    rates = [group["lr"] for group in optim.param_groups]
+    assert [rate.shape for rate in rates] == [shape, shape]
+    assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
-    for rates in run_ranks(2, decayed, str(tmp_path), kind, shape):
-        assert [rate.shape for rate in rates] == [shape, shape]
-        assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
-
-
-def thawed(directory: str) -> float:
-    """The largest distance between the weights of a model whose head alone was trained, and of one that loads them to
-    train them all."""
+@on_ranks(2)
+def test_layers_that_were_frozen_load_where_they_are_trained(tmp_path: Path) -> None:
+    """Weights of a model whose head alone was trained, into one that trains them all."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(9))
     torch.default_generator.manual_seed(0)
     first = nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8))
@@ -115,12 +112,8 @@ def thawed(directory: str) -> float:
     optim = tw.optimizer(first, torch.optim.AdamW, lr=1e-2)
     first(x).square().mean().backward()
     optim.step()
-    tw.save(first, optim, f"{directory}/head")
+    tw.save(first, optim, tmp_path / "head")
     whole = tw.shard(nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 8)), plan("thinwire"))
-    tw.load(whole, None, f"{directory}/head")
+    tw.load(whole, None, tmp_path / "head")
     before, after = tw.full_state_dict(first), tw.full_state_dict(whole)
-    return max((before[key] - after[key]).abs().max().item() for key in before)
-
-
-def test_layers_that_were_frozen_load_where_they_are_trained(tmp_path: Path) -> None:
-    assert run_ranks(2, thawed, str(tmp_path)) == [0.0, 0.0]
+    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
+from tests.support.said import heard
 from torch import nn
 
 import thinwire as tw
@@ -60,8 +63,10 @@ class HeldDisk:
         self._fsync(descriptor)
 
 
-def check_training_goes_on(directory: str) -> None:
+@on_ranks(2)
+def test_training_goes_on_while_the_disk_holds(tmp_path: Path) -> None:
     """Steps are made while the disk holds; the checkpoint has the state of the call, and training goes on from it."""
+    directory = str(tmp_path)
     path = Path(directory) / "step-2"
     model, optim = start()
     train(model, optim, 0, 1)
@@ -81,10 +86,6 @@ def check_training_goes_on(directory: str) -> None:
     other, resumed = start(1)
     assert tw.load(other, resumed, path) == {"step": [2]}
     assert train(other, resumed, 2, 3, 4) == losses
-
-
-def test_training_goes_on_while_the_disk_holds(tmp_path: Path) -> None:
-    run_ranks(2, check_training_goes_on, str(tmp_path))
 
 
 def check_one_at_a_time(directory: str) -> None:
@@ -203,75 +204,69 @@ def test_a_disk_that_hangs_fails_the_save_by_name_and_training_goes_on(tmp_path:
     verify(tmp_path / "after")
 
 
-def check_what_follows(directory: str) -> tuple[list[str], list[str]]:
-    """Something that is done after a save fails: the log says so in a sentence, and the checkpoint is complete."""
-    said, unheard = list[str](), list[str]()
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+@on_ranks(2)
+def test_what_fails_after_a_save_is_a_sentence(tmp_path: Path) -> None:
+    """The log says that something failed which was done after a save, and the checkpoint is complete."""
+    unheard: list[str] = []
 
     def fail() -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    logging.getLogger("thinwire").addHandler(Kept())
-    threading.excepthook = lambda args: unheard.append(repr(args.exc_value))
-    model, optim = start()
-    train(model, optim, 0)
-    snapshot.start_saving([(model, optim)], Path(directory) / "step-1", None, then=fail).result()
-    group.shutdown()
-    return said, unheard
-
-
-def test_what_fails_after_a_save_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
+    with (
+        heard(logging.WARNING) as said,
+        mock.patch("threading.excepthook", lambda args: unheard.append(repr(args.exc_value))),
+    ):
+        model, optim = start()
+        train(model, optim, 0)
+        snapshot.start_saving([(model, optim)], path, None, then=fail).result()
+        group.shutdown()
     sentence = f"{path}: saved, but what was to be done afterwards failed: OSError: [Errno 16] Device or resource busy"
-    assert run_ranks(2, check_what_follows, str(tmp_path)) == [([sentence], [])] * 2
+    assert (said, unheard) == ([sentence], [])
     verify(path)
 
 
-def check_the_end(directory: str) -> list[str]:
-    """Leaving the job waits for the save; a failure that nobody asked for is logged."""
-    messages: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logging.getLogger("thinwire").addHandler(Kept())
-    model, optim = start()
-    train(model, optim, 0)
-    with pytest.MonkeyPatch.context() as patched:
-        disk = HeldDisk(patched, fails=errno.ENOSPC if directory.endswith("full") else None)
-        pending = tw.async_save(model, optim, Path(directory) / "step-1")
+def check_the_end(path: Path, fails: int | None) -> list[str]:
+    """Leaving the job waits for the save; what the log says."""
+    with heard(logging.WARNING) as said, pytest.MonkeyPatch.context() as patched:
+        model, optim = start()
+        train(model, optim, 0)
+        disk = HeldDisk(patched, fails=fails)
+        pending = tw.async_save(model, optim, path)
         threading.Timer(0.3, disk.released.set).start()
         group.shutdown()
     assert pending.done()
-    return messages
+    return said
 
 
 def test_leaving_the_job_waits_for_the_save(tmp_path: Path) -> None:
-    assert run_ranks(2, check_the_end, str(tmp_path)) == [[], []]
+    assert run_ranks(2, check_the_end, tmp_path / "step-1", None) == [[], []]
     verify(tmp_path / "step-1")
 
 
 def test_a_failure_that_nobody_asked_for_is_logged_at_the_end(tmp_path: Path) -> None:
-    directory = tmp_path / "full"
-    sentence = (
-        f"{directory / 'step-1'}: cannot save: rank 0: No space left on device (free some space or save elsewhere)"
-    )
-    assert run_ranks(2, check_the_end, str(directory)) == [[sentence], [sentence]]
-    assert not list(directory.iterdir())
+    path = tmp_path / "full" / "step-1"
+    sentence = f"{path}: cannot save: rank 0: No space left on device (free some space or save elsewhere)"
+    assert run_ranks(2, check_the_end, path, errno.ENOSPC) == [[sentence], [sentence]]
+    assert not list(path.parent.iterdir())
 
 
-def check_memory(directory: str) -> float:
-    """Bytes of the process that a save in the background adds, over the bytes of what this rank saves."""
+def resident() -> int:
+    """Bytes of this process in memory, without pages of files."""
+    words = Path("/proc/self/statm").read_text().split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_save_takes_no_more_memory_than_its_copy(tmp_path: Path) -> None:
+    """Of what this rank saves, in the background."""
     model = tw.shard(nn.Linear(2048, 2048), Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32"))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=0.1)
     model(torch.randn(1, 2048)).sum().backward()
     optim.step()
     optim.zero_grad()
-    tw.save(model, optim, Path(directory) / "warm")  # loads what a save imports
+    tw.save(model, optim, tmp_path / "warm")  # loads what a save imports
     sizes: list[int] = []
     done = threading.Event()
 
@@ -283,19 +278,8 @@ def check_memory(directory: str) -> float:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for number in range(3):
-        tw.async_save(model, optim, Path(directory) / f"step-{number}").result()
+        tw.async_save(model, optim, tmp_path / f"step-{number}").result()
     done.set()
     watcher.join()
     own = sum(3 * owned.value.numel() * owned.value.itemsize for owned in optim.fragments)
-    return (max(sizes) - before) / own
-
-
-def resident() -> int:
-    """Bytes of this process in memory, without pages of files."""
-    words = Path("/proc/self/statm").read_text().split()
-    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow
-def test_a_save_takes_no_more_memory_than_its_copy(tmp_path: Path) -> None:
-    assert max(run_ranks(2, check_memory, str(tmp_path))) <= 1.1
+    assert max(sizes) - before <= 1.1 * own

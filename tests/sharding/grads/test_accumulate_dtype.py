@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.parity import in_part, part_of
 from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -50,13 +50,13 @@ class Model(nn.Module):
         return x
 
 
-def train(plan_toml: str, num_micro_batches: int, poison: bool = False) -> dict[str, Any]:
+def train(plan: Plan, num_micro_batches: int, poison: bool = False) -> dict[str, Any]:
     """The weights after one step of SGD with learning rate 1, the norm, and bytes of the gradient shard.
 
     Every micro-batch is the same, so that partial sums are multiples of one gradient and errors have a bound.
     """
     torch.default_generator.manual_seed(0)
-    model = tw.shard(Model(), Plan.from_toml(plan_toml), units=[f"layers.{i}" for i in range(3)])
+    model = tw.shard(Model(), plan, units=[f"layers.{i}" for i in range(3)])
     optim = tw.optimizer(model, torch.optim.SGD, lr=1.0)
     generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
     x = torch.randn(8, 24, generator=generator)
@@ -71,46 +71,36 @@ def train(plan_toml: str, num_micro_batches: int, poison: bool = False) -> dict[
     return {"weights": weights, "norm": norm, "bytes": runtime(model).sharded.arenas[0].nbytes}
 
 
-def compare(plans: list[tuple[str, str]], num_micro_batches: int) -> list[tuple[float, float, float, float]]:
-    """For pairs of plans with fp32 and bf16 shards: error of the update and of the norm, relative; bytes of both."""
-    torch.default_generator.manual_seed(0)
-    start = torch.cat([parameter.detach().flatten() for parameter in Model().parameters()])
-    results = []
-    for exact, rounded in plans:
-        wanted, got = train(exact, num_micro_batches), train(rounded, num_micro_batches)
-        update = wanted["weights"] - start
-        error = (got["weights"] - wanted["weights"]).norm() / update.norm()
-        results.append((float(error), abs(got["norm"] / wanted["norm"] - 1), wanted["bytes"], got["bytes"]))
-    return results
-
-
 @pytest.mark.slow
 @in_part
-@pytest.mark.parametrize("num_micro_batches", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_micro_batches", [4, 1])
+@on_ranks(4)
 def test_updates_differ_by_one_rounding_for_each_reduction(num_micro_batches: int, part: str) -> None:
-    names = list(part_of(part, dict.fromkeys(PLANS)))
-    plans = [(make_plan(name), make_plan(name, accumulate_dtype="bfloat16")) for name in names]
     # Partial sums of 1 to M equal gradients are rounded once each; the last mean over replicas rounds once more.
     bound = ((num_micro_batches + 1) / 2 + 1) * HALF_ULP
-    for of_rank in run_ranks(4, compare, [(a.to_toml(), b.to_toml()) for a, b in plans], num_micro_batches):
-        for name, (error, norm_error, exact_bytes, rounded_bytes) in zip(names, of_rank, strict=True):
-            assert 0 < error <= bound, name
-            assert norm_error <= bound, name
-            assert rounded_bytes * 2 == exact_bytes, name
+    torch.default_generator.manual_seed(0)
+    start = torch.cat([parameter.detach().flatten() for parameter in Model().parameters()])
+    for name in part_of(part, PLANS):
+        wanted = train(make_plan(name), num_micro_batches)
+        got = train(make_plan(name, accumulate_dtype="bfloat16"), num_micro_batches)
+        error = (got["weights"] - wanted["weights"]).norm() / (wanted["weights"] - start).norm()
+        assert 0 < error <= bound, name
+        assert abs(got["norm"] / wanted["norm"] - 1) <= bound, name
+        assert got["bytes"] * 2 == wanted["bytes"], name
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_gradients_that_are_not_finite_stay_so() -> None:
-    plans = [make_plan(name, accumulate_dtype="bfloat16") for name in ("zero1", "zero2", "zero3")]
-    for plan in plans:
-        for result in run_ranks(4, train, plan.to_toml(), 2, True):
-            assert result["norm"] != result["norm"]
-            assert torch.isnan(result["weights"]).any()
+    for name in ("zero1", "zero2", "zero3"):
+        result = train(make_plan(name, accumulate_dtype="bfloat16"), 2, poison=True)
+        assert result["norm"] != result["norm"]
+        assert torch.isnan(result["weights"]).any()
 
 
-def learn(plan_toml: str, steps: int) -> list[float]:
+def learn(plan: Plan, steps: int) -> list[float]:
     torch.default_generator.manual_seed(0)
-    model = tw.shard(Model(), Plan.from_toml(plan_toml))
+    model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(16, 24, generator=generator), torch.rand(16, 24, generator=generator) - 0.5
@@ -125,18 +115,19 @@ def learn(plan_toml: str, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["zero1", "zeropp", "thinwire"])
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero1", "zeropp", "thinwire"])
+@on_ranks(4)
 def test_training_in_bf16_with_codecs_learns_as_well(name: str) -> None:
     exact = Plan.preset(name, nodes=2, local=2)
-    wanted = run_ranks(4, learn, exact.to_toml(), 30)[0]
-    got = run_ranks(4, learn, exact.with_(accumulate_dtype="bfloat16").to_toml(), 30)[0]
+    wanted, got = learn(exact, 30), learn(exact.with_(accumulate_dtype="bfloat16"), 30)
     assert wanted[-1] < 0.8 * wanted[0]
     assert got[-1] == pytest.approx(wanted[-1], rel=0.05)
 
 
-def large_gradients() -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of a large bf16 matrix over micro-batches, beside the fp32 sum of what autograd computes alone."""
+@on_ranks(2)
+def test_large_gradients_add_up_in_fp32() -> None:
+    """The gradient of a large bf16 matrix over micro-batches is the fp32 sum of what autograd computes alone."""
     torch.default_generator.manual_seed(0)
     # More elements than are converted at once, in rows that do not divide them.
     alone = nn.Linear(1100, 2003, bias=False).bfloat16()
@@ -152,9 +143,4 @@ def large_gradients() -> tuple[torch.Tensor, torch.Tensor]:
     model = tw.shard(model, Plan.preset("zero1", nodes=1, local=2, reduce_dtype="float32"))
     for x in tw.micro_batches(model, list(inputs)):
         model(x).float().square().mean().backward()
-    return model[0].weight.grad.full_tensor(), wanted
-
-
-def test_large_gradients_add_up_in_fp32() -> None:
-    for got, wanted in run_ranks(2, large_gradients):
-        assert torch.equal(got, wanted)
+    assert torch.equal(model[0].weight.grad.full_tensor(), wanted)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.failing import train
 from tests.support.training.ordered import Outcome, assert_ordered, check_cases, preset, small_chunks
 from tests.support.training.parity import Case, alone, gap, sharded
@@ -24,38 +25,26 @@ pytestmark = pytest.mark.ranks
 NAMES = ("ddp", "zero1", "zero2", "zero3", "hpz")
 
 
-def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
-    """For each preset, how training in chunks differs from training alone; empty if it does not."""
-    differences = {}
-    with small_chunks():
-        for name in names:
-            case = Case(preset(name, bucket_chunks=3), micro_batches)
-            difference = gap(sharded(case), alone(dist.get_world_size(), micro_batches))
-            differences[name] = "" if difference.closed else str(difference)
-    return differences
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "micro_batches"),
-    [
-        (("zero1", "zero3"), 2),
-        pytest.param(NAMES, 2, marks=pytest.mark.slow),
-        pytest.param((*NAMES, "hsdp", "amsp-30b", "mics", "zero1-node"), 1, marks=pytest.mark.slow),
-    ],
+    [(("zero1", "zero3"), 2), (NAMES, 2), ((*NAMES, "hsdp", "amsp-30b", "mics", "zero1-node"), 1)],
 )
+@on_ranks(4)
 def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches: int) -> None:
-    for differences in run_ranks(4, check_parity, names, micro_batches):
-        assert differences == dict.fromkeys(names, "")
+    with small_chunks():
+        for name in names:
+            case = Case(preset(name, bucket_chunks=3), micro_batches)
+            difference = gap(sharded(case), alone(4, micro_batches))
+            assert difference.closed, f"{name}: {difference}"
 
 
 def trained_with_codecs(chunks: int) -> list[float]:
     """Parameters after steps with codecs and error feedback, whose blocks are no larger than chunks."""
+    plan = tw.Plan.preset("thinwire", nodes=2, local=2, bucket_bytes=1 << 30, bucket_chunks=chunks)
     with mock.patch.object(shares, "CHUNK_MULTIPLE", 256):
         torch.default_generator.manual_seed(0)
-        model = tw.shard(
-            Model(), tw.Plan.preset("thinwire", nodes=2, local=2, bucket_bytes=1 << 30, bucket_chunks=chunks)
-        )
+        model = tw.shard(Model(), plan)
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
         torch.default_generator.manual_seed(1 + dist.get_rank())
         for _ in range(3):
@@ -66,18 +55,12 @@ def trained_with_codecs(chunks: int) -> list[float]:
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_codecs_and_error_feedback_lose_the_same_in_chunks() -> None:
-    assert run_ranks(4, trained_with_codecs, 3) == run_ranks(4, trained_with_codecs, 1)
+    assert trained_with_codecs(3) == trained_with_codecs(1)
 
 
 # -- the program -----------------------------------------------------------------------------------------------
-
-
-def follow_chunks(name: str, micro_batches: int) -> tuple[int, int]:
-    """Hold the runtime against the program of a plan; number of its operations in chunks, and without."""
-    plan = preset(name, bucket_chunks=3, bucket_bytes=1 << 20)
-    with small_chunks():
-        return follow(plan.to_toml(), micro_batches)[0], follow(plan.with_(bucket_chunks=1).to_toml(), micro_batches)[0]
 
 
 @pytest.mark.slow
@@ -86,17 +69,19 @@ def follow_chunks(name: str, micro_batches: int) -> tuple[int, int]:
     [
         ("zero1-node", 2),
         ("zeropp", 1),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
-        pytest.param("zero2", 2, marks=pytest.mark.slow),
-        pytest.param("zero3", 2, marks=pytest.mark.slow),
-        pytest.param("hpz", 1, marks=pytest.mark.slow),
-        pytest.param("amsp-30b", 2, marks=pytest.mark.slow),
-        pytest.param("thinwire", 2, marks=pytest.mark.slow),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero3", 2),
+        ("hpz", 1),
+        ("amsp-30b", 2),
+        ("thinwire", 2),
     ],
 )
+@on_ranks(4)
 def test_the_runtime_performs_the_chunks_of_the_program(name: str, micro_batches: int) -> None:
-    for in_chunks, whole in run_ranks(4, follow_chunks, name, micro_batches):
-        assert in_chunks > whole
+    plan = preset(name, bucket_chunks=3, bucket_bytes=1 << 20)
+    with small_chunks():
+        assert follow(plan, micro_batches)[0] > follow(plan.with_(bucket_chunks=1), micro_batches)[0]
 
 
 def units(shares: Sequence[Sequence[int]]) -> list[UnitInfo]:
@@ -167,9 +152,7 @@ def check_streams_of_chunks(names: tuple[str, ...]) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("ddp", "zero1", "hpz", "zeropp", "thinwire"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("zero3",), ("ddp", "zero1", "hpz", "zeropp", "thinwire")])
 def test_chunks_order_every_access(names: tuple[str, ...]) -> None:
     assert_ordered(run_ranks(4, check_streams_of_chunks, names))
 
@@ -198,18 +181,18 @@ def test_an_error_in_any_chunk_is_raised() -> None:
         run_ranks(4, fail_in_the_first_chunk, timeout=60)
 
 
-def train_past_a_failure(fail_in: int | None, forget: bool) -> list[float]:
+def train_past_a_failure(fail_in: int | None, *, forget: bool = True) -> list[float]:
     """Parameters after training in which one backward fails when some chunks of its only bucket are on their way."""
     with small_chunks():
-        plan = preset("zero1-node", bucket_chunks=3, bucket_bytes=1 << 30)
-        return train(plan.to_toml(), fail_in, forget)
+        return train(preset("zero1-node", bucket_chunks=3, bucket_bytes=1 << 30), fail_in, forget)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_training_continues_after_a_backward_that_fails_between_chunks() -> None:
-    assert run_ranks(4, train_past_a_failure, 1, True) == run_ranks(4, train_past_a_failure, None, True)
+    assert train_past_a_failure(1) == train_past_a_failure(None)
 
 
+@on_ranks(4)
 def test_a_gradient_of_which_some_chunks_arrived_is_forgotten() -> None:
-    for values in run_ranks(4, train_past_a_failure, 0, False):
-        assert all(map(math.isfinite, values))
+    assert all(map(math.isfinite, train_past_a_failure(0, forget=False)))

@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import WIDTH, samples
 from tests.support.training.scripts import Session, check_script
 from torch import nn
 
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -140,7 +140,10 @@ def second_order(run: Session) -> None:
 ORDERS = ((1, 2), (0, 2), (2, 1, 0), (0, 1, 1, 2, 0))
 
 
-def check_all(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
+@on_ranks(4)
+def test_gradients_in_any_order_after_units_have_settled(name: str) -> None:
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # create_graph
         for order in ORDERS:
             check_script(functools.wraps(other_order)(partial(other_order, order=order)), (name,), Chosen)
@@ -149,9 +152,3 @@ def check_all(name: str) -> None:
         if name in WHOLE:
             check_script(unreported_backward, WHOLE, Chosen)
             check_script(backward_after_a_read, WHOLE, Chosen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
-def test_gradients_in_any_order_after_units_have_settled(name: str) -> None:
-    run_ranks(4, check_all, name)

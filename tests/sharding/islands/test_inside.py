@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
-from tests.support.training.islands import go_on, plan_of, start, whole
-from tests.support.training.parity import batches, build, loss_of
+from tests.support.training.edge import whole
+from tests.support.training.islands import go_on, plan_of, start
+from tests.support.training.parity import build
 
 import thinwire as tw
 from thinwire.parallel import ParallelModel
@@ -85,8 +87,12 @@ def test_an_island_may_cut_its_model(grid: tuple[int, int, int], fields: dict[st
     assert set.union(*(set(parameters) for parameters, _ in held)) == set(wanted)
 
 
-def grid_resumed(plan: tw.Plan, path: str) -> bool:
-    """Train on from step 1, and from a checkpoint of it in the middle of an exchange: whether all bits agree."""
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2"])
+@on_ranks(4)
+def test_an_island_that_cuts_its_model_resumes_bitwise(grid: tuple[int, int, int], tmp_path: Path) -> None:
+    """From a checkpoint in the middle of an exchange."""
+    plan = grids.plan_for(*grid).with_(islands={"count": 2, **LATE})
 
     def begin() -> tuple[ParallelModel, Any, list[list[Batch]]]:
         model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
@@ -102,110 +108,77 @@ def grid_resumed(plan: tw.Plan, path: str) -> bool:
 
     model, optimizer, steps = begin()
     on(model, optimizer, steps * 2)
-    model.save(optimizer, path)
+    model.save(optimizer, tmp_path / "saved")
     wanted = on(model, optimizer, steps)
     model, optimizer, steps = begin()
-    model.load(optimizer, path)
+    model.load(optimizer, tmp_path / "saved")
     got = on(model, optimizer, steps)
-    return all(torch.equal(value, got[name]) for name, value in wanted.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grid", [(1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2"])
-def test_an_island_that_cuts_its_model_resumes_bitwise(grid: tuple[int, int, int], tmp_path: Path) -> None:
-    plan = grids.plan_for(*grid).with_(islands={"count": 2, **LATE})
-    assert all(run_ranks(plan.ranks, grid_resumed, plan, str(tmp_path / "saved")))
+    assert all(torch.equal(value, got[name]) for name, value in wanted.items())
 
 
 # -- torch's own optimizers ------------------------------------------------------------------------------------
 
 
-def with_torchs(toml: str, kind: type[torch.optim.Optimizer], own: bool) -> list[torch.Tensor]:
+def with_torchs(plan: tw.Plan, kind: type[torch.optim.Optimizer], own: bool) -> list[torch.Tensor]:
     """Train with an optimizer of torch's own on the model's shares, or with thinwire's of the same class."""
-    plan, rank = tw.Plan.from_toml(toml), torch.distributed.get_rank()
     model = tw.shard(build(seed=3), plan)
     optimizer = kind(model.parameters(), lr=1e-2) if own else tw.optimizer(model, kind, lr=1e-2)  # type: ignore[call-arg]
-    for data in batches(plan.data_ranks, 1, 9):
-        loss_of(model, data[0, rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    go_on(plan, model, optimizer, 0, 9)
     return whole(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
+@on_ranks(4)
 def test_torchs_own_optimizers_exchange_as_ours(name: str, kind: type[torch.optim.Optimizer]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, "every": 4, "delay": 1, "blend": 0.5})
-    ours = run_ranks(4, with_torchs, plan.to_toml(), kind, False)
-    for mine, wanted in zip(run_ranks(4, with_torchs, plan.to_toml(), kind, True), ours, strict=True):
-        for got, want in zip(mine, wanted, strict=True):
-            assert torch.equal(got, want)
+    assert all(map(torch.equal, with_torchs(plan, kind, True), with_torchs(plan, kind, False)))
 
 
 # -- saves in the background -----------------------------------------------------------------------------------
 
 
-def saved_twice(toml: str, first: str, second: str) -> bool:
-    """Save in the background and train on at once, while an exchange is under way: whether a load goes on from there
-    as a load of the same state does that nothing else was done beside."""
-    plan, model, optimizer = start(toml)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@on_ranks(4)
+def test_a_save_in_the_background_keeps_the_exchange_under_way(name: str, tmp_path: Path) -> None:
+    """A load goes on from there as a load of the same state does that nothing else was done beside."""
+    plan = plan_of(name, local=2, islands={"count": 2, **LATE})
+    model, optimizer = start(plan)
     go_on(plan, model, optimizer, 0, 5)
-    tw.save(model, optimizer, first)
-    pending = tw.async_save(model, optimizer, second)
+    tw.save(model, optimizer, tmp_path / "first")
+    pending = tw.async_save(model, optimizer, tmp_path / "second")
     go_on(plan, model, optimizer, 5, 9)
     pending.result()
     trained = []
-    for path in (first, second):
-        plan, model, optimizer = start(toml)
+    for path in (tmp_path / "first", tmp_path / "second"):
+        model, optimizer = start(plan)
         tw.load(model, optimizer, path)
         go_on(plan, model, optimizer, 5, 12)
         trained.append(whole(model))
-    return all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_a_save_in_the_background_keeps_the_exchange_under_way(name: str, tmp_path: Path) -> None:
-    plan = plan_of(name, local=2, islands={"count": 2, **LATE})
-    assert all(run_ranks(4, saved_twice, plan.to_toml(), str(tmp_path / "first"), str(tmp_path / "second")))
+    assert all(map(torch.equal, *trained))
 
 
 # -- streams ---------------------------------------------------------------------------------------------------
 
 
-def on_streams(toml: str) -> tuple[list[str], list[Issue], list[torch.Tensor]]:
-    """Train on simulated streams: accesses that nothing orders, calls of NCCL, and the parameters."""
-    with check_streams("never") as check:
-        plan, model, optimizer = start(toml)
-        go_on(plan, model, optimizer, 0, 9)
-        tw.join_islands(model)
-        parameters = whole(model)
-        runtime(model).lanes.close()
-    return [str(hazard) for hazard in check.hazards], check.issues, parameters
-
-
-def checkpoints_on_streams(toml: str, first: str, second: str) -> list[str]:
-    """Save, save in the background and load, each while an exchange is under way: accesses that nothing orders."""
-    with check_streams("never") as check:
-        plan, model, optimizer = start(toml)
-        go_on(plan, model, optimizer, 0, 5)
-        tw.save(model, optimizer, first)
-        go_on(plan, model, optimizer, 5, 9)
-        pending = tw.async_save(model, optimizer, second)
-        go_on(plan, model, optimizer, 9, 13)
-        pending.result()
-        tw.load(model, optimizer, first)
-        go_on(plan, model, optimizer, 5, 7)
-        runtime(model).lanes.close()
-    return [str(hazard) for hazard in check.hazards]
-
-
-def off_streams(toml: str) -> list[torch.Tensor]:
-    plan, model, optimizer = start(toml)
+def trained(plan: tw.Plan) -> list[torch.Tensor]:
+    model, optimizer = start(plan)
     go_on(plan, model, optimizer, 0, 9)
     tw.join_islands(model)
-    return whole(model)
+    parameters = whole(model)
+    return parameters
+
+
+def on_streams(plan: tw.Plan) -> list[Issue]:
+    """Train on simulated streams, where everything is ordered and parameters are those without streams; calls of
+    NCCL."""
+    with check_streams("never") as check:
+        parameters = trained(plan)
+    assert not check.hazards, "\n".join(map(str, check.hazards[:5]))
+    assert all(map(torch.equal, parameters, trained(plan)))
+    return check.issues
 
 
 EXCHANGES: list[dict[str, Any]] = [
@@ -217,21 +190,27 @@ EXCHANGES: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("islands", EXCHANGES, ids=["at once", "under way", "visible"])
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_exchanges_order_every_access(name: str, islands: dict[str, Any]) -> None:
     plan = plan_of(name, local=2, islands={"count": 2, **islands})
-    outcomes = run_ranks(4, on_streams, plan.to_toml())
-    for rank, (hazards, _, _) in enumerate(outcomes):
-        assert not hazards, f"rank {rank}: {len(hazards)} problems\n" + "\n".join(hazards[:5])
-    assert compare_issues([issues for _, issues, _ in outcomes]) == []
-    for (_, _, got), wanted in zip(outcomes, run_ranks(4, off_streams, plan.to_toml()), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert compare_issues(run_ranks(4, on_streams, plan)) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+@on_ranks(4)
 def test_checkpoints_during_an_exchange_order_every_access(name: str, tmp_path: Path) -> None:
+    """Save, save in the background and load, each while an exchange is under way."""
     plan = plan_of(name, local=2, islands={"count": 2, **LATE})
-    paths = str(tmp_path / "first"), str(tmp_path / "second")
-    for rank, hazards in enumerate(run_ranks(4, checkpoints_on_streams, plan.to_toml(), *paths)):
-        assert not hazards, f"rank {rank}: {len(hazards)} problems\n" + "\n".join(hazards[:5])
+    with check_streams("never") as check:
+        model, optimizer = start(plan)
+        go_on(plan, model, optimizer, 0, 5)
+        tw.save(model, optimizer, tmp_path / "first")
+        go_on(plan, model, optimizer, 5, 9)
+        pending = tw.async_save(model, optimizer, tmp_path / "second")
+        go_on(plan, model, optimizer, 9, 13)
+        pending.result()
+        tw.load(model, optimizer, tmp_path / "first")
+        go_on(plan, model, optimizer, 5, 7)
+        runtime(model).lanes.close()
+    assert not check.hazards, "\n".join(map(str, check.hazards[:5]))

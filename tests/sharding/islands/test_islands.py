@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.training.islands import Fields, go_on, optimizer_of, plan_of, start, whole
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import gap, whole
+from tests.support.training.islands import Fields, go_on, optimizer_of, plan_of, start
 from tests.support.training.journal import keep_journal
 from tests.support.training.parity import Model, batches, build, loss_of
-from tests.support.training.program import Queue, by_queue
+from tests.support.training.program import by_queue, expected
 from torch import nn
 
 import thinwire as tw
 from thinwire import codecs
-from thinwire.collectives.group import Record, recording
-from thinwire.program import Axis, Event, Lane, Phase, Scope, StepProgram, axis_members, due_fragments
+from thinwire.collectives.group import recording
+from thinwire.program import Event, Lane, Phase, Scope, due_fragments
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
@@ -26,9 +28,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 9
 
 
-def sharded(toml: str, inner: str = "sgd", steps: int = STEPS) -> list[torch.Tensor]:
+def sharded(plan: tw.Plan, inner: str = "sgd", steps: int = STEPS) -> list[torch.Tensor]:
     """Train this rank's part, and return its island's whole parameters."""
-    plan = tw.Plan.from_toml(toml)
     rank = torch.distributed.get_rank()
     model = tw.shard(build(seed=rank), plan)
     kind, options = optimizer_of(inner)
@@ -38,7 +39,6 @@ def sharded(toml: str, inner: str = "sgd", steps: int = STEPS) -> list[torch.Ten
         optimizer.step()
         optimizer.zero_grad()
     parameters = whole(model)
-    runtime(model).lanes.close()
     return parameters
 
 
@@ -119,13 +119,9 @@ def blend(parameters: list[nn.Parameter], vector: torch.Tensor, share: float) ->
 # -- tests -----------------------------------------------------------------------------------------------------
 
 
-def gap(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True))
-
-
 def assert_like_reference(plan: tw.Plan, inner: str = "sgd", tolerance: float = 1e-6) -> None:
     wanted = reference(plan, inner)
-    for rank, got in enumerate(run_ranks(plan.ranks, sharded, plan.to_toml(), inner)):
+    for rank, got in enumerate(run_ranks(plan.ranks, sharded, plan, inner)):
         assert gap(got, wanted[rank // plan.world]) <= tolerance, f"rank {rank}"
 
 
@@ -138,13 +134,13 @@ def test_an_exchange_after_every_step_is_synchronous_training() -> None:
     AdamW, whose steps do not add up, no such equality exists."""
     islands = plan_of(islands={**EXACT, "count": 4, "every": 1})
     together = tw.Plan.preset("zero1", nodes=4, local=1, compute_dtype="float32")
-    alike = run_ranks(4, sharded, together.to_toml())
-    for got, want in zip(run_ranks(4, sharded, islands.to_toml()), alike, strict=True):
+    alike = run_ranks(4, sharded, together)
+    for got, want in zip(run_ranks(4, sharded, islands), alike, strict=True):
         assert gap(got, want) <= 1e-6
 
 
 def test_islands_differ_between_exchanges() -> None:
-    first, second = run_ranks(2, sharded, plan_of(islands={**EXACT, "every": 5}).to_toml())
+    first, second = run_ranks(2, sharded, plan_of(islands={**EXACT, "every": 5}))
     assert gap(first, second) > 1e-3
 
 
@@ -179,14 +175,7 @@ def test_changes_are_encoded(islands: Fields) -> None:
     assert_like_reference(plan_of(islands={"count": 2, "every": 3, **islands}))
 
 
-INNER = {
-    "ddp": {},
-    "zero1": {},
-    "zero3": {},
-    "zero1-node": {},
-    "zeropp": {},
-    "thinwire": {},
-}
+INNER = ("ddp", "zero1", "zero3", "zero1-node", "zeropp", "thinwire")
 
 
 @pytest.mark.parametrize(
@@ -213,66 +202,56 @@ VISIBLE = {"outer_wire": "visible"}
 )
 def test_all_islands_agree_on_the_same_bits(way: Fields) -> None:
     plan = plan_of(islands={**EXACT, "count": 3, **way})
-    first, *others = run_ranks(3, sharded, plan.to_toml())
+    first, *others = run_ranks(3, sharded, plan)
     for other in others:
-        for mine, its in zip(first, other, strict=True):
-            assert torch.equal(mine, its)
+        assert all(map(torch.equal, first, other))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 
-def resumed(toml: str, path: str) -> bool:
-    """Train on from step 5, and from a checkpoint of it: whether all bits agree."""
-    plan, model, optimizer = start(toml)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "islands"),
+    [
+        (
+            "ddp",
+            {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True},
+        ),
+        ("thinwire", {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
+        ("zero3", {"every": 4, "fragments": 2}),
+        ("zero3", {"every": 4, "fragments": 2, "delay": 1, **VISIBLE}),
+        ("ddp", {"every": 4, **VISIBLE}),
+    ],
+)
+@on_ranks(4)
+def test_a_checkpoint_in_the_middle_of_an_exchange_resumes_bitwise(name: str, islands: Fields, tmp_path: Any) -> None:
+    plan = plan_of(name, local=2, islands={"count": 2, **islands})
+    model, optimizer = start(plan)
     go_on(plan, model, optimizer, 0, 5)
-    tw.save(model, optimizer, path)
+    tw.save(model, optimizer, tmp_path / "saved")
     before = whole(model)
     go_on(plan, model, optimizer, 5, 12)
     wanted = whole(model)
-    plan, model, optimizer = start(toml)
+    model, optimizer = start(plan)
     go_on(plan, model, optimizer, 0, 2)
-    tw.load(model, optimizer, path)
-    alike = all(torch.equal(a, b) for a, b in zip(whole(model), before, strict=True))
+    tw.load(model, optimizer, tmp_path / "saved")
+    assert all(map(torch.equal, whole(model), before))
     go_on(plan, model, optimizer, 5, 12)
-    return alike and all(torch.equal(a, b) for a, b in zip(whole(model), wanted, strict=True))
+    assert all(map(torch.equal, whole(model), wanted))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "local", "islands"),
-    [
-        pytest.param(
-            "ddp",
-            2,
-            {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True},
-            marks=pytest.mark.slow,
-        ),
-        ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
-        ("zero3", 2, {"every": 4, "fragments": 2}),
-        ("zero3", 2, {"every": 4, "fragments": 2, "delay": 1, **VISIBLE}),
-        ("ddp", 2, {"every": 4, **VISIBLE}),
-    ],
-)
-def test_a_checkpoint_in_the_middle_of_an_exchange_resumes_bitwise(
-    name: str, local: int, islands: Fields, tmp_path: Any
-) -> None:
-    plan = plan_of(name, local=local, islands={"count": 2, **islands})
-    for alike in run_ranks(plan.ranks, resumed, plan.to_toml(), str(tmp_path / "saved")):
-        assert alike
-
-
-def saved_by(toml: str, path: str) -> list[torch.Tensor]:
+def saved_by(plan: tw.Plan, path: str) -> list[torch.Tensor]:
     """Train, let all islands meet, and save; returns the parameters."""
-    plan, model, optimizer = start(toml)
+    model, optimizer = start(plan)
     go_on(plan, model, optimizer, 0, 6)
     tw.join_islands(model)
     tw.save(model, optimizer, path)
     return whole(model)
 
 
-def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
-    plan, model, optimizer = start(toml)
+def loaded_by(plan: tw.Plan, path: str) -> list[torch.Tensor]:
+    model, optimizer = start(plan)
     tw.load(model, optimizer, path)
     parameters = whole(model)
     go_on(plan, model, optimizer, 0, 3)
@@ -280,46 +259,44 @@ def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("delay", [0, 2])
 def test_other_numbers_of_islands_start_from_what_all_agreed_on(delay: int, tmp_path: Any) -> None:
     islands = {"count": 2, "every": 4, "delay": delay}
-    first, second, *_ = run_ranks(4, saved_by, plan_of(local=2, islands=islands).to_toml(), str(tmp_path / "saved"))
+    first, second, *_ = run_ranks(4, saved_by, plan_of(local=2, islands=islands), str(tmp_path / "saved"))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     others = {
         "four islands": plan_of(islands={**islands, "count": 4, "fragments": 2}),
         "none": tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"),
     }
     for name, plan in others.items():
-        for got in run_ranks(4, loaded_by, plan.to_toml(), str(tmp_path / "saved")):
+        for got in run_ranks(4, loaded_by, plan, str(tmp_path / "saved")):
             assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), name
 
 
 def test_islands_start_from_a_checkpoint_without_any(tmp_path: Any) -> None:
     alone = tw.Plan.preset("zero1", nodes=2, local=1, compute_dtype="float32")
-    first, _ = run_ranks(2, saved_by, alone.to_toml(), str(tmp_path / "saved"))
-    for got in run_ranks(4, loaded_by, plan_of(local=2, islands={"count": 2}).to_toml(), str(tmp_path / "saved")):
+    first, _ = run_ranks(2, saved_by, alone, str(tmp_path / "saved"))
+    for got in run_ranks(4, loaded_by, plan_of(local=2, islands={"count": 2}), str(tmp_path / "saved")):
         assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))
 
 
 # -- the program -----------------------------------------------------------------------------------------------
 
 
-def expected(program: StepProgram, plan: tw.Plan, rank: int) -> dict[Queue, list[Record]]:
-    """The operations of one rank in a program, as the recorder would note them."""
-    first, records = rank // plan.world * plan.world, []
-    for operation in program.operations:
-        beside = operation.axis is Axis.ISLANDS
-        members = axis_members(plan, operation.axis, rank if beside else rank - first)
-        for hop in operation.hops:
-            ranks = tuple(member + (0 if beside else first) for member in getattr(members, hop.scope))
-            records.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
-    return by_queue(records)
-
-
-def follow(toml: str, steps: int) -> dict[int, tuple[int, int]]:
-    """Hold every step against its program; by step, operations between islands and their bytes."""
-    plan, rank = tw.Plan.from_toml(toml), torch.distributed.get_rank()
-    _, model, optimizer = start(toml)
+@pytest.mark.parametrize(
+    ("name", "islands", "steps_with"),
+    [
+        pytest.param("ddp", {"every": 3}, {3: 2, 6: 2}, marks=pytest.mark.slow),
+        ("thinwire", {"every": 4, "fragments": 2, "delay": 1, "codec": "int4:256"}, {2: 1, 4: 1, 6: 1}),
+        ("zero3", {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5}, {2: 1, 4: 1, 5: 1, 6: 1}),
+    ],
+)
+@on_ranks(4)
+def test_the_runtime_performs_the_program(name: str, islands: Fields, steps_with: dict[int, int]) -> None:
+    """In every step; by step, the number of operations between islands."""
+    plan, steps = plan_of(name, local=2, islands={"count": 2, **islands}), 6
+    island, position = divmod(torch.distributed.get_rank(), plan.world)
+    model, optimizer = start(plan)
     engine, counts = runtime(model), {}
     go_on(plan, model, optimizer, 0, 1)
     with keep_journal(engine) as journal:
@@ -329,15 +306,17 @@ def follow(toml: str, steps: int) -> dict[int, tuple[int, int]]:
                 go_on(plan, model, optimizer, step - 1, step)
                 engine.lanes.drain()
             program = engine.schedule.programs.program(1, fragments=due_fragments(plan, step))
-            assert by_queue(records) == expected(program, plan, rank), step
+            assert by_queue(records) == expected(program, plan, position, island), step
             starts = [op for op in program.operations if op.lane is Lane.OUTER]
             noted = [started for started in journal.step(step - 1).starts if started.lane is Lane.OUTER]
             assert [(op.axis, op.units, op.encoded, op.start) for op in starts] == [
                 (started.axis, started.units, started.encoded, started.start) for started in noted
             ]
-            counts[step] = len(starts), sum(op.sent(scope) for op in starts for scope in Scope)
+            if starts:
+                counts[step] = len(starts)
+                assert sum(op.sent(scope) for op in starts for scope in Scope) > 0
     assert_waits(plan, journal, engine, steps)
-    return counts
+    assert counts == steps_with
 
 
 def assert_waits(plan: tw.Plan, journal: Any, engine: Any, steps: int) -> None:
@@ -349,21 +328,6 @@ def assert_waits(plan: tw.Plan, journal: Any, engine: Any, steps: int) -> None:
             assert op.index in program.waits[end]
             if step + op.delay <= steps:
                 assert len(journal.step(step + op.delay - 1).waits.get(end, ())) >= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "nodes", "islands", "steps_with"),
-    [
-        pytest.param("ddp", 1, {"every": 3}, {3: 2, 6: 2}, marks=pytest.mark.slow),
-        ("thinwire", 1, {"every": 4, "fragments": 2, "delay": 1, "codec": "int4:256"}, {2: 1, 4: 1, 6: 1}),
-        ("zero3", 1, {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5}, {2: 1, 4: 1, 5: 1, 6: 1}),
-    ],
-)
-def test_the_runtime_performs_the_program(name: str, nodes: int, islands: Fields, steps_with: dict[int, int]) -> None:
-    plan = plan_of(name, nodes=nodes, local=2, islands={"count": 2, **islands})
-    for counts in run_ranks(4, follow, plan.to_toml(), 6):
-        assert {step: number for step, (number, _) in counts.items() if number} == {**steps_with}
-        assert all(sent > 0 for number, sent in counts.values() if number)
 
 
 def test_exchanges_take_turns() -> None:

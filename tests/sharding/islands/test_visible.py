@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.support.loss_law import job
+from tests.support.ranks import on_ranks
 from tests.support.training.islands import Fields, go_on, start
 from tests.support.training.islands import plan_of as islands_of
 
@@ -17,7 +18,6 @@ from thinwire.plan import candidate
 from thinwire.program import BufferInfo, Even, Kind, Lane, UnitInfo, due_fragments, exchange_operations
 from thinwire.program.wire import is_excluded, separates, visible_bytes
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -67,10 +67,16 @@ def test_the_program_has_one_message_for_each_other_island(count: int) -> None:
     assert visible == every + 4 * 2 * NUMEL  # what is not sent, and two bf16 values of each
 
 
-def follow(toml: str) -> list[tuple[int, int]]:
+@pytest.mark.parametrize(
+    ("name", "local", "islands"),
+    [("zero3", 2, {"fragments": 2, "delay": 1, "blend": 0.25}), ("zero1", 1, {"count": 4}), ("ddp", 2, {})],
+)
+@on_ranks(4)
+def test_the_runtime_sends_no_more_than_the_program_says(name: str, local: int, islands: Fields) -> None:
     """Bytes that each step has sent to other islands, and the most by the program."""
-    plan, model, optimizer = start(toml)
-    engine, sent = runtime(model), []
+    plan = plan_of(name, local=local, **islands)
+    model, optimizer = start(plan)
+    engine, steps = runtime(model), []
     for step in range(1, 10):
         engine.lanes.drain()
         with recording() as records:
@@ -81,20 +87,10 @@ def follow(toml: str) -> list[tuple[int, int]]:
         due = [operation for fragment in due_fragments(plan, step)
                for operation in exchange_operations(plan, infos, fragment, engine.sharded.position)]  # fmt: skip
         assert bool(outer) == bool(due)
-        sent.append((sum(record.sent for record in outer), sum(hop.sent for op in due for hop in op.hops)))
+        steps.append((sum(record.sent for record in outer), sum(hop.sent for op in due for hop in op.hops)))
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    return sent
-
-
-@pytest.mark.parametrize(
-    ("name", "local", "islands"),
-    [("zero3", 2, {"fragments": 2, "delay": 1, "blend": 0.25}), ("zero1", 1, {"count": 4}), ("ddp", 2, {})],
-)
-def test_the_runtime_sends_no_more_than_the_program_says(name: str, local: int, islands: Fields) -> None:
-    plan = plan_of(name, local=local, **islands)
-    for steps in run_ranks(4, follow, plan.to_toml()):
-        assert sum(most > 0 for _, most in steps) == 2 * (islands.get("fragments", 1))
-        assert all(0 < sent <= most for sent, most in steps if most)
+    assert sum(most > 0 for _, most in steps) == 2 * (islands.get("fragments", 1))
+    assert all(0 < sent <= most for sent, most in steps if most)
 
 
 def test_the_simulator_prices_it_below_all_changes() -> None:

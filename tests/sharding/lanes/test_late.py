@@ -107,9 +107,7 @@ FIRST = ("zero3 in fp16", "thinwire")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [FIRST, pytest.param([name for name in CASES if name not in FIRST], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [FIRST, [name for name in CASES if name not in FIRST]])
 def test_steps_equal_those_that_the_host_decides(names: Sequence[str]) -> None:
     results = run_ranks(4, compare_all, names, timeout=120)
     assert results == [{name: [] for name in names}] * 4

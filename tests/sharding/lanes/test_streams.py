@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
 from tests.support.training.ordered import Outcome, assert_ordered, check_cases, checked, preset
 from tests.support.training.parity import Case, distinct_presets, valid_plans
@@ -269,9 +270,9 @@ def check_loops(names: tuple[str, ...], answers: Answer, loops: Sequence[Callabl
     ("names", "answers", "loops"),
     [
         (("zero3",), "never", LOOPS[::2]),
-        pytest.param(("zero3",), "never", LOOPS[1::2], marks=pytest.mark.slow),
+        (("zero3",), "never", LOOPS[1::2]),
         *(
-            pytest.param(("ddp", "zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, LOOPS, marks=pytest.mark.slow)
+            (("ddp", "zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, LOOPS)
             for answers in ("never", "always", "random")
         ),
     ],
@@ -371,9 +372,8 @@ ENDINGS = (
 Ending = Callable[[nn.Module, Any], None]
 
 
-def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> list[str]:
-    """Hazards of steps that end in each way, with thinwire's optimizer or with torch's own."""
-    problems = []
+def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> None:
+    """Steps that end in each way, with thinwire's optimizer or with torch's own, have no hazards."""
     for ending in endings:
         with check_streams("never") as check:
             torch.default_generator.manual_seed(0)
@@ -384,13 +384,7 @@ def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> list[str
                 model(torch.arange(6).view(2, 3)).square().mean().backward()
                 ending(model, optim)
                 optim.zero_grad()
-        problems += [f"{name}, {ending.__name__}: {hazard}" for hazard in check.hazards]
-    return problems
-
-
-def assert_ends_ordered(name: str, own: bool, endings: tuple[Ending, ...]) -> None:
-    for problems in run_ranks(4, check_endings, name, own, endings):
-        assert not problems, "\n".join(problems[:3])
+        assert not check.hazards, f"{ending.__name__}: " + "\n".join(map(str, check.hazards[:3]))
 
 
 @pytest.mark.slow
@@ -398,25 +392,30 @@ def assert_ends_ordered(name: str, own: bool, endings: tuple[Ending, ...]) -> No
     ("name", "own", "endings"),
     [
         ("zero3", False, ENDINGS[::2]),
-        pytest.param("zero3", False, ENDINGS[1::2], marks=pytest.mark.slow),
+        ("zero3", False, ENDINGS[1::2]),
         *(
-            pytest.param(name, own, ENDINGS, marks=pytest.mark.slow)
+            (name, own, ENDINGS)
             for name, own in itertools.product(("zero1", "zero3", "ddp", "thinwire"), (True, False))
             if (name, own) != ("zero3", False)
         ),
     ],
 )
+@on_ranks(4)
 def test_every_end_of_a_step_orders_every_access(name: str, own: bool, endings: tuple[Ending, ...]) -> None:
-    assert_ends_ordered(name, own, endings)
+    check_endings(name, own, endings)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_usual_ends_of_a_step_order_every_access() -> None:
-    assert_ends_ordered("zero1", True, (clipped, edited))
+    check_endings("zero1", True, (clipped, edited))
 
 
-def check_scaled(name: str, fused: bool) -> list[str]:
-    """Hazards of steps in float16, one of which is skipped: by the device, if the optimizer is fused."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "fused"), [("zero3", False), *(("zeropp", fused) for fused in (False, True))])
+@on_ranks(4)
+def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
+    """Steps in float16, one of which is skipped: by the device, if the optimizer is fused."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
         plan = tw.Plan.preset(
@@ -429,21 +428,13 @@ def check_scaled(name: str, fused: bool) -> list[str]:
             scale.scale(factor * model(torch.arange(6).view(2, 3)).float().square().mean()).backward()
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
+    assert not check.hazards, "\n".join(map(str, check.hazards[:3]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("zero3", False), *(pytest.param("zeropp", fused, marks=pytest.mark.slow) for fused in (False, True))],
-)
-def test_steps_with_a_loss_scale_order_every_access(name: str, fused: bool) -> None:
-    for hazards in run_ranks(4, check_scaled, name, fused):
-        assert not hazards, "\n".join(hazards[:3])
-
-
-def check_progress() -> list[str]:
-    """Hazards of steps whose gradients are encoded no longer, and then again, from before an update on."""
+@on_ranks(4)
+def test_the_end_of_encoding_orders_every_access() -> None:
+    """Steps whose gradients are encoded no longer, and then again, from before an update on."""
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
         plan = preset("zeropp", bucket_bytes=1, wire={"error_feedback": True, "schedule": 0.5})
@@ -455,17 +446,13 @@ def check_progress() -> list[str]:
             tw.progress(model, share)
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
+    assert not check.hazards, "\n".join(map(str, check.hazards[:3]))
 
 
 @pytest.mark.slow
-def test_the_end_of_encoding_orders_every_access() -> None:
-    for hazards in run_ranks(4, check_progress):
-        assert not hazards, "\n".join(hazards[:3])
-
-
-def check_clipping_of_slices() -> list[str]:
-    """Hazards of clipping under tensor parallelism, where ranks measure the parameters that they alone hold."""
+@on_ranks(4)
+def test_clipping_of_slices_orders_every_access() -> None:
+    """Clipping under tensor parallelism, where ranks measure the parameters that they alone hold."""
     with check_streams("never") as check:
         plan = grids.plan_for(2, 2, 1)
         model = tw.parallelize(grids.build("llama"), plan, loss=cross_entropy)
@@ -475,13 +462,7 @@ def check_clipping_of_slices() -> list[str]:
             model.clip_grad_norm_(1.0)
             optim.step()
             optim.zero_grad()
-    return [str(hazard) for hazard in check.hazards]
-
-
-@pytest.mark.slow
-def test_clipping_of_slices_orders_every_access() -> None:
-    for hazards in run_ranks(4, check_clipping_of_slices):
-        assert not hazards, "\n".join(hazards[:3])
+    assert not check.hazards, "\n".join(map(str, check.hazards[:3]))
 
 
 # -- workers ---------------------------------------------------------------------------------------------------
@@ -594,7 +575,7 @@ def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
     [
         ("zero3", "never"),
         ("zero3, input gradients", "never"),
-        *(pytest.param(name, "random", marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
+        *((name, "random") for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
     ],
 )
 def test_a_model_may_use_streams_of_its_own(name: str, answers: Answer) -> None:
@@ -642,34 +623,30 @@ def planted(fault: str) -> Iterator[None]:
         yield
 
 
-def check_faults(names: tuple[str, ...]) -> dict[str, set[str]]:
-    """The kinds of hazards that each fault causes."""
-    kinds = {}
-    for name, fault in itertools.product(names, FAULTS):
-        with planted(fault):
-            check, _ = checked(Case(preset(name), codec_backend="reference"), "never")
-        kinds[f"{name} {fault}"] = {hazard.kind for hazard in check.hazards}
-    return kinds
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("zero1", "zero2", "hpz", "thinwire", "zeropp"), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", [("zero3",), ("zero1", "zero2", "hpz", "thinwire", "zeropp")])
+@on_ranks(4)
 def test_planted_faults_are_found(names: tuple[str, ...]) -> None:
-    for kinds in run_ranks(4, check_faults, names):
-        for name in names:
-            assert "race" in kinds[f"{name} start"]
-            assert {"race", "freed in use"} & kinds[f"{name} wait"]
-            assert {"race", "freed in use"} & kinds[f"{name} moves"]
-            assert "freed in use" in kinds[f"{name} memory"]
+    for name in names:
+        kinds = {}
+        for fault in FAULTS:
+            with planted(fault):
+                check, _ = checked(Case(preset(name), codec_backend="reference"), "never")
+            kinds[fault] = {hazard.kind for hazard in check.hazards}
+        assert "race" in kinds["start"], name
+        assert {"race", "freed in use"} & kinds["wait"], name
+        assert {"race", "freed in use"} & kinds["moves"], name
+        assert "freed in use" in kinds["memory"], name
 
 
 # -- what the host reads ---------------------------------------------------------------------------------------
 
 
-def save_while_training(name: str, directory: str, answers: Answer) -> tuple[list[str], list[float], list[float]]:
-    """Hazards; parameters when a save in the background began; those that were saved."""
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["never", "random"])
+@pytest.mark.parametrize("name", ["zero3", "zeropp"])
+@on_ranks(4)
+def test_a_save_in_the_background_writes_what_has_arrived(name: str, tmp_path: Path, answers: Answer) -> None:
     with check_streams(answers) as check:
         torch.default_generator.manual_seed(0)
         plan = preset(name, wire={"error_feedback": name == "zeropp"})
@@ -679,7 +656,7 @@ def save_while_training(name: str, directory: str, answers: Answer) -> tuple[lis
         def step(*, saves: bool = False) -> None:
             model(torch.arange(6).view(2, 3)).square().mean().backward()
             if saves:  # while gradients travel
-                tw.save(model, optim, f"{directory}/early")
+                tw.save(model, optim, tmp_path / "early")
             tw.clip_grad_norm_(model, 1.0)
             optim.step()
             optim.zero_grad()
@@ -688,23 +665,15 @@ def save_while_training(name: str, directory: str, answers: Answer) -> tuple[lis
         for number in range(2):  # the second copy goes where the first one was
             with tw.full_parameters(model):
                 began = [value for p in model.parameters() for value in p.detach().flatten().tolist()]
-            saving = tw.async_save(model, optim, f"{directory}/{number}")
+            saving = tw.async_save(model, optim, tmp_path / f"{number}")
             step()
             step()
             saving.result()
-        tw.load(model, optim, f"{directory}/1")
+        tw.load(model, optim, tmp_path / "1")
         with tw.full_parameters(model):
             saved = [value for p in model.parameters() for value in p.detach().flatten().tolist()]
-    return [str(hazard) for hazard in check.hazards], began, saved
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["zero3", "zeropp"])
-def test_a_save_in_the_background_writes_what_has_arrived(name: str, tmp_path: Path, answers: Answer) -> None:
-    for hazards, began, saved in run_ranks(4, save_while_training, name, str(tmp_path), answers):
-        assert hazards == []
-        assert saved == began
+    assert not check.hazards
+    assert saved == began
 
 
 def test_the_host_reads_what_has_arrived() -> None:
@@ -763,12 +732,6 @@ def count_launches(name: str | None, depth: int) -> int:
     return check.launches.total()
 
 
-def launches_of_a_unit(names: tuple[str, ...]) -> dict[str, float]:
-    """Launches for each unit and step beyond those of torch alone; what does not depend on the depth cancels out."""
-    plain = count_launches(None, 5) - count_launches(None, 3)
-    return {name: (count_launches(name, 5) - count_launches(name, 3) - plain) / 2 for name in names}
-
-
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
@@ -778,12 +741,16 @@ def launches_of_a_unit(names: tuple[str, ...]) -> dict[str, float]:
         pytest.param("zeropp", 30, marks=pytest.mark.slow),
     ],
 )
+@on_ranks(4)
 def test_units_launch_little(name: str, budget: int) -> None:
-    for launches in run_ranks(4, launches_of_a_unit, (name,)):
-        assert 0 < launches[name] <= budget, launches[name]
+    """For each unit and step, beyond what torch alone launches; what does not depend on the depth cancels out."""
+    ours, plain = (count_launches(which, 5) - count_launches(which, 3) for which in (name, None))
+    assert 0 < (ours - plain) / 2 <= budget
 
 
-def events_of_steps() -> list[int]:
+@pytest.mark.slow
+@on_ranks(4)
+def test_times_are_taken_once_somebody_asks() -> None:
     """Events of a step before anybody asks for times, and of one after."""
     counts = []
     with check_streams("random") as check:
@@ -798,11 +765,5 @@ def events_of_steps() -> list[int]:
             if len(counts) > 2:
                 assert set(tw.exposed(model).values()) == {0.0}  # what simulated events say
                 assert tw.worked(model)["gather"] == {"transfer": 0.0, "codec": 0.0}
-    return counts[-2:]
-
-
-@pytest.mark.slow
-def test_times_are_taken_once_somebody_asks() -> None:
-    for before, after in run_ranks(4, events_of_steps):
-        assert before < after
-        assert before <= 4 * 5  # one for each collective: two gathers, a reduction and some to spare for four units
+    assert counts[2] < counts[3]
+    assert counts[2] <= 4 * 5  # one for each collective: two gathers, a reduction and some to spare for four units

@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.memory import layout
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -59,40 +59,22 @@ def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.zero_grad()
 
 
-def train_aligned(cases: Iterable[tuple[str, str]]) -> None:
+EVERY = list(itertools.product(PLANS, ("float32", "bfloat16")))
+
+
+@pytest.mark.parametrize("cases", [EVERY[3:5], pytest.param(EVERY, marks=pytest.mark.slow)])
+@on_ranks(4)
+def test_parameters_are_aligned(cases: list[tuple[str, str]]) -> None:
     for plan, dtype in cases:
         model, optim = start(plan, dtype)
         for _ in range(2):
             step(model, optim)
 
 
-EVERY = list(itertools.product(PLANS, ("float32", "bfloat16")))
-
-
-@pytest.mark.parametrize("cases", [EVERY[3:5], pytest.param(EVERY, marks=pytest.mark.slow)])
-def test_parameters_are_aligned(cases: list[tuple[str, str]]) -> None:
-    run_ranks(4, train_aligned, cases)
-
-
 def end_to_end(numels: Iterable[int], itemsize: int, block: int | None = None) -> list[int]:
     """The layout of version 0.1: no padding between parameters."""
     del itemsize, block
     return [0, *itertools.accumulate(numels)][:-1]
-
-
-def values_after(directory: Path) -> list[torch.Tensor]:
-    """Save under the layout of version 0.1; load under today's, and make a step with the loaded state."""
-    with mock.patch.object(layout, "slot_offsets", end_to_end), mock.patch.object(Block, "forward", forward):
-        model, optim = start("zero3", "float32")
-        for _ in range(2):
-            step(model, optim)
-        tw.save(model, optim, directory)
-        step(model, optim)
-        expected = whole(model)
-    model, optim = start("zero1", "float32")
-    tw.load(model, optim, directory)
-    step(model, optim)
-    return [*expected, *whole(model)]
 
 
 def forward(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -105,8 +87,21 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_checkpoints_of_0_1_load(tmp_path: Path) -> None:
-    for values in run_ranks(4, values_after, tmp_path / "checkpoint"):
-        half = len(values) // 2
-        for before, after in zip(values[:half], values[half:], strict=True):
-            torch.testing.assert_close(after, before)
+    """Save under the layout of version 0.1; load under today's, and make a step with the loaded state."""
+    directory = tmp_path / "checkpoint"
+    with mock.patch.object(layout, "slot_offsets", end_to_end), mock.patch.object(Block, "forward", forward):
+        model, optim = start("zero3", "float32")
+        for _ in range(2):
+            step(model, optim)
+        tw.save(model, optim, directory)
+        step(model, optim)
+        expected = whole(model)
+    model, optim = start("zero1", "float32")
+    tw.load(model, optim, directory)
+    step(model, optim)
+    values = [*expected, *whole(model)]
+    half = len(values) // 2
+    for before, after in zip(values[:half], values[half:], strict=True):
+        torch.testing.assert_close(after, before)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -87,19 +87,17 @@ REFUSED: dict[Callable[[], None], str] = {
 }
 
 
-def refuse_each() -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_cuda_graphs_are_refused_in_one_sentence() -> None:
     for case, sentence in REFUSED.items():
         torch._dynamo.reset()
         with pytest.raises(UsageError, match=sentence):
             case()
 
 
-@pytest.mark.slow
-def test_cuda_graphs_are_refused_in_one_sentence() -> None:
-    run_ranks(2, refuse_each)
-
-
-def train_without_graphs() -> None:
+@on_ranks(2)
+def test_what_captures_no_graph_trains() -> None:
     """A process that captures graphs elsewhere, and parts that are compiled by another backend, are no reason."""
     with torch._inductor.config.patch(GRAPHS):
         model = sharded()
@@ -107,7 +105,3 @@ def train_without_graphs() -> None:
         model.blocks[0].compile(backend="aot_eager")
         step(model)
         step(torch.compile(sharded(), backend="eager"))
-
-
-def test_what_captures_no_graph_trains() -> None:
-    run_ranks(2, train_without_graphs)

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
     TOLERANCE,
+    alone,
     build,
     every,
     gap,
     plan,
     raised,
-    train_alone,
     train_sharded,
     whole,
 )
@@ -76,12 +77,8 @@ def parity_cases(names: tuple[str, ...], granularities: tuple[str, ...]) -> dict
     ("names", "granularities"),
     [
         (("zero3",), ("module",)),
-        pytest.param(("zero3",), ("block",), marks=pytest.mark.slow),
-        pytest.param(
-            ("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"),
-            ("module", "block"),
-            marks=pytest.mark.slow,
-        ),
+        (("zero3",), ("block",)),
+        (("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"), ("module", "block")),
     ],
     ids=str,
 )
@@ -117,50 +114,40 @@ def gpt() -> GPT:
     return GPT(GPTConfig(vocab=64, hidden=32, layers=2, heads=2, ffn=48, seq=16))
 
 
-def with_and_without(fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]) -> list[list[list[float]]]:
-    return [
-        [losses(model, {**fields, "overlap": {"input_gradient": first}}) for first in (False, True)] for model in models
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "models"),
     [
         ({"granularity": "module", "compute_dtype": "bfloat16"}, (llama,)),
-        pytest.param({"granularity": "module", "compute_dtype": "bfloat16"}, (gpt,), marks=pytest.mark.slow),
-        pytest.param({"granularity": "module", "recompute": True}, (llama, gpt), marks=pytest.mark.slow),
-        pytest.param({}, (llama, gpt), marks=pytest.mark.slow),
+        ({"granularity": "module", "compute_dtype": "bfloat16"}, (gpt,)),
+        ({"granularity": "module", "recompute": True}, (llama, gpt)),
+        ({}, (llama, gpt)),
     ],
     ids=["llama", "gpt", "recomputed", "blocks"],
 )
+@on_ranks(4)
 def test_built_in_models_train_alike_bit_by_bit(
     fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]
 ) -> None:
-    for curves in run_ranks(4, with_and_without, fields, models):
-        for torchs_order, weights_first in curves:
-            assert torchs_order == weights_first
+    curves = [
+        [losses(model, {**fields, "overlap": {"input_gradient": first}}) for first in (False, True)] for model in models
+    ]
+    for torchs_order, weights_first in curves:
+        assert torchs_order == weights_first
 
 
 SCRIPTS = (two_forwards_one_backward, two_forwards_two_backwards, retained_graph, second_order)
 
 
-def check_scripts(scripts: tuple[Callable[..., None], ...]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("scripts", [(second_order,), SCRIPTS], ids=len)
+@on_ranks(4)
+def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
     for script in scripts:
         check_script(script, ("zero3", "inter"), **FIRST)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scripts", [(second_order,), pytest.param(SCRIPTS, marks=pytest.mark.slow)], ids=len)
-def test_backwards_in_any_order(scripts: tuple[Callable[..., None], ...]) -> None:
-    run_ranks(4, check_scripts, scripts)
-
-
 MODELS = (Stack, TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice, LowRankStack, Branching, UnusedParameters)
-
-
-def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
-    every(model_classes, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
 
 
 @pytest.mark.slow
@@ -168,31 +155,28 @@ def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: 
     ("models", "recompute"),
     [
         ((TiedAcrossBlocks, CalledTwice), False),
-        pytest.param(MODELS, False, marks=pytest.mark.slow),
-        pytest.param((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True, marks=pytest.mark.slow),
-        pytest.param(CHECKPOINTED, False, marks=pytest.mark.slow),
+        (MODELS, False),
+        ((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True),
+        (CHECKPOINTED, False),
     ],
     ids=["shared weights", "models", "recomputed", "checkpointed by the user"],
 )
+@on_ranks(4)
 def test_models_of_all_kinds(models: tuple[Callable[[], nn.Module], ...], recompute: bool) -> None:
-    run_ranks(4, check_models, models, recompute)
+    every(models, plans=("zero3", "zero1-node"), changes={**FIRST, "recompute": recompute})
 
 
-def check_compiled() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_compiled_blocks() -> None:
     torch._dynamo.reset()
-    reference = build(Stack)
-    train_alone(reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(2), micro_batches=2, world=4)
+    reference = alone(Stack, range(2), micro_batches=2)
     model = tw.shard(build(Stack), plan("zero3", **FIRST))
     for block in model.blocks:
         block.compile(backend="aot_eager")
     train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(2), micro_batches=2)
     assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
     assert early(model), "in compiled blocks as well"
-
-
-@pytest.mark.slow
-def test_compiled_blocks() -> None:
-    run_ranks(4, check_compiled)
 
 
 # -- when reductions start -------------------------------------------------------------------------------------
@@ -268,8 +252,12 @@ def test_torchs_own_backward_starts_it_after() -> None:
         assert counts == [(2, 0), (1, 1)]
 
 
-def traces(fields: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(4)
+def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
     """The backward of the built-in models is the one that plans and simulations assume."""
+    fields = {"recompute": recompute, "overlap": {"input_gradient": True}}
     for make, linears in ((llama, 7 * 2 + 1), (gpt, 4 * 2 + 1)):
         torch.default_generator.manual_seed(0)
         model = tw.shard(make(), plan("zero3", granularity="module", **fields))
@@ -286,13 +274,8 @@ def traces(fields: dict[str, Any]) -> None:
             assert [m for m in trace.backward if m[0] not in late] == [m for m in assumed.backward if m[0] not in late]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
-    run_ranks(4, traces, {"recompute": recompute, "overlap": {"input_gradient": True}})
-
-
-def sharded_twice() -> set[str]:
+@on_ranks(4)
+def test_layers_may_have_been_sharded_before() -> None:
     """Layers that were sharded by themselves become units of a larger model, whose input is a leaf with a gradient."""
     first = plan("zero3", overlap={"input_gradient": True})
     model = Wedge()
@@ -302,12 +285,8 @@ def sharded_twice() -> set[str]:
     x = torch.randn(5, 8, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None
-    return early(model)
-
-
-def test_layers_may_have_been_sharded_before() -> None:
-    for names in run_ranks(4, sharded_twice):
-        assert names == {"layers.0", "layers.1", "layers.2"}
+    names = early(model)
+    assert names == {"layers.0", "layers.1", "layers.2"}
 
 
 # -- what is refused -------------------------------------------------------------------------------------------

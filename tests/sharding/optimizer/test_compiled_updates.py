@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +36,10 @@ class CompiledSGD(torch.optim.Optimizer):
                     )
 
 
-def train(preset: str) -> tuple[list[float], list[float], str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(2)
+def test_compiled_updates(preset: str) -> None:
     """Losses with it, with torch's SGD, and what it says over shares."""
     found = []
     for kind in (CompiledSGD, torch.optim.SGD):
@@ -56,13 +59,7 @@ def train(preset: str) -> tuple[list[float], list[float], str]:
     model(samples(0, 1, 2)[0, dist.get_rank()]).square().mean().backward()
     with pytest.raises(UsageError) as caught:
         optim.step()
-    return found[0], found[1], str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_compiled_updates(preset: str) -> None:
-    for ours, torchs, said in run_ranks(2, train, preset):
-        assert ours == pytest.approx(torchs, rel=1e-6)
-        assert "CompiledSGD.step() compiles its update" in said
-        assert "thinwire.optimizer(model, CompiledSGD, ...)" in said
+    ours, torchs, said = found[0], found[1], str(caught.value)
+    assert ours == pytest.approx(torchs, rel=1e-6)
+    assert "CompiledSGD.step() compiles its update" in said
+    assert "thinwire.optimizer(model, CompiledSGD, ...)" in said

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Skipping, Stack
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.sharding.lanes.lanes import Lanes
-from thinwire.testing import RankPool
 from thinwire.testing.streams import check_streams
 
 pytestmark = pytest.mark.ranks
@@ -27,12 +25,6 @@ WORLD = 4
 SECONDS = 0.03
 UPDATE: dict[str, Any] = {"residence": {"optimizer": "host-update"}}
 ALL: dict[str, Any] = {"residence": {"optimizer": "host-update", "gradients": "host", "params": "host"}}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with contextlib.closing(RankPool(WORLD)) as pool:
-        yield pool
 
 
 @contextlib.contextmanager
@@ -84,77 +76,62 @@ def scheduled(preset: str, fields: dict[str, Any]) -> list[torch.Tensor]:
     return [*found, *tw.full_state_dict(model).values()]
 
 
-def unlike_device(preset: str, fields: dict[str, Any]) -> list[int]:
-    """Which numbers differ in any bit from those of updates on the device."""
-    on_device = scheduled(preset, {**fields, "residence": {}})
-    with slow_host():
-        late = scheduled(preset, fields)
-    return [n for n, (one, other) in enumerate(zip(late, on_device, strict=True)) if not torch.equal(one, other)]
-
-
 @pytest.mark.parametrize("fields", [UPDATE, ALL], ids=["update", "all"])
 @pytest.mark.parametrize("preset", [
     "zero1",
     "zero3",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2", "hpz", "zeropp", "thinwire")),
 ])  # fmt: skip
-def test_late_updates_give_the_same_bits(ranks: RankPool, preset: str, fields: dict[str, Any]) -> None:
-    assert ranks.run(unlike_device, preset, fields) == [[]] * WORLD
+@on_ranks(WORLD)
+def test_late_updates_give_the_same_bits(preset: str, fields: dict[str, Any]) -> None:
+    on_device = scheduled(preset, {**fields, "residence": {}})
+    with slow_host():
+        late = scheduled(preset, fields)
+    assert [n for n, (one, other) in enumerate(zip(late, on_device, strict=True)) if not torch.equal(one, other)] == []
 
 
-def ended_with_the_step(preset: str) -> tuple[list[int], float]:
-    """How many updates had ended when each step returned; seconds of computation between the updates' end and the
-    next step."""
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(WORLD)
+def test_a_step_does_not_wait_for_its_updates(preset: str) -> None:
     model, optim = made(preset, {**UPDATE, "bucket_bytes": 1, "compute_dtype": "bfloat16"})
-    ended_at_step = []
     with slow_host() as ended:
         for step in range(3):
             loss_of(model, step).backward()
             ended.clear()
             optim.step()
-            ended_at_step.append(len(ended))
+            assert not ended
             optim.zero_grad()
         runtime(model).join_spreads()
-        return ended_at_step, len(ended)
+        assert len(ended) >= 3
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_a_step_does_not_wait_for_its_updates(ranks: RankPool, preset: str) -> None:
-    for at_steps, in_the_end in ranks.run(ended_with_the_step, preset):
-        assert at_steps == [0, 0, 0]
-        assert in_the_end >= 3
-
-
-READS: dict[str, Callable[[torch.nn.Module, Any, Path], Any]] = {
-    "share": lambda model, _, __: [share.to_local().clone() for share in model.parameters()],
-    "whole": lambda model, _, __: [share.full_tensor() for share in model.parameters()],
-    "state": lambda _, optim, __: [
+READS: dict[str, Callable[[torch.nn.Module, Any], Any]] = {
+    "share": lambda model, _: [share.to_local().clone() for share in model.parameters()],
+    "whole": lambda model, _: [share.full_tensor() for share in model.parameters()],
+    "state": lambda _, optim: [
         torch.as_tensor(value).clone()
         for owned in optim.fragments
         for value in optim.state.get(owned.value, {}).values()
     ],
-    "gathered": lambda model, _, __: list(tw.full_state_dict(model).values()),
+    "gathered": lambda model, _: list(tw.full_state_dict(model).values()),
 }
 
 
-def read(how: str, fields: dict[str, Any], folder: str) -> list[torch.Tensor]:
+def read(how: str, fields: dict[str, Any]) -> list[torch.Tensor]:
     model, optim = made("zero1", fields)
     loss_of(model, 0).backward()
     optim.step()
     optim.zero_grad()
-    found: list[torch.Tensor] = READS[how](model, optim, Path(folder))
+    found: list[torch.Tensor] = READS[how](model, optim)
     return found
 
 
-def read_both(how: str, folder: str) -> bool:
-    with slow_host():
-        late = read(how, UPDATE, folder)
-    return all(map(torch.equal, late, read(how, {}, folder)))
-
-
 @pytest.mark.parametrize("how", READS)
-def test_who_reads_right_after_a_step_reads_new_values(ranks: RankPool, how: str, tmp_path: Path) -> None:
-    assert ranks.run(read_both, how, str(tmp_path)) == [True] * WORLD
+@on_ranks(WORLD)
+def test_who_reads_right_after_a_step_reads_new_values(how: str) -> None:
+    with slow_host():
+        late = read(how, UPDATE)
+    assert all(map(torch.equal, late, read(how, {})))
 
 
 def clipped_after(fields: dict[str, Any]) -> list[torch.Tensor]:
@@ -166,14 +143,11 @@ def clipped_after(fields: dict[str, Any]) -> list[torch.Tensor]:
     return list(tw.full_state_dict(model).values())
 
 
-def clipped_after_both() -> bool:
+@on_ranks(WORLD)
+def test_clipping_after_a_step_is_too_late_for_it() -> None:
     with slow_host():
         late = clipped_after(UPDATE)
-    return all(map(torch.equal, late, clipped_after({})))
-
-
-def test_clipping_after_a_step_is_too_late_for_it(ranks: RankPool) -> None:
-    assert ranks.run(clipped_after_both) == [True] * WORLD
+    assert all(map(torch.equal, late, clipped_after({})))
 
 
 def skipping(fields: dict[str, Any]) -> list[torch.Tensor]:
@@ -189,18 +163,17 @@ def skipping(fields: dict[str, Any]) -> list[torch.Tensor]:
     return list(tw.full_state_dict(model).values())
 
 
-def skipping_both() -> bool:
+@on_ranks(WORLD)
+def test_units_that_do_not_run_are_updated_before_their_next_gradient() -> None:
     with slow_host():
         late = skipping({**UPDATE, "bucket_bytes": 1})
-    return all(map(torch.equal, late, skipping({"bucket_bytes": 1})))
+    assert all(map(torch.equal, late, skipping({"bucket_bytes": 1})))
 
 
-def test_units_that_do_not_run_are_updated_before_their_next_gradient(ranks: RankPool) -> None:
-    assert ranks.run(skipping_both) == [True] * WORLD
-
-
-def on_streams(*, waits: bool) -> bool:
-    """Whether parameters are those of updates on the device, where copies to the host arrive once it has waited."""
+@pytest.mark.parametrize("waits", [True, False])
+@on_ranks(WORLD)
+def test_an_update_waits_for_its_gradients(waits: bool) -> None:
+    """Parameters are those of updates on the device, where copies to the host arrive once it has waited."""
     compute = Lanes.compute_on_host
 
     def hasty(lanes: Lanes, body: Callable[[], None], *, after: Any, load: Any) -> Any:
@@ -215,16 +188,12 @@ def on_streams(*, waits: bool) -> bool:
                 optim.step()
                 optim.zero_grad()
             found.append(list(tw.full_state_dict(model).values()))
-    return all(map(torch.equal, *found))
+    assert all(map(torch.equal, *found)) is waits
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_an_update_waits_for_its_gradients(ranks: RankPool, waits: bool) -> None:
-    assert ranks.run(functools.partial(on_streams, waits=waits)) == [waits] * WORLD
-
-
-def fails() -> tuple[str, str]:
-    """What the forward after a failed update raises, and the one after that."""
+@on_ranks(WORLD)
+def test_a_failed_update_is_raised_where_its_values_are_needed() -> None:
+    """By the forward after it, and by the one after that."""
     model, optim = made("zero1", UPDATE)
     compute = Lanes.compute_on_host
 
@@ -234,18 +203,9 @@ def fails() -> tuple[str, str]:
 
         return compute(lanes, fail, **how)
 
-    raised = []
     with mock.patch.object(Lanes, "compute_on_host", failing):
         loss_of(model, 0).backward()
         optim.step()
     for _ in range(2):
-        try:
+        with pytest.raises(FloatingPointError, match=r"^this update fails$"):
             loss_of(model, 3)
-        except FloatingPointError as error:
-            raised.append(str(error))
-    first, second = raised
-    return first, second
-
-
-def test_a_failed_update_is_raised_where_its_values_are_needed(ranks: RankPool) -> None:
-    assert ranks.run(fails) == [("this update fails", "this update fails")] * WORLD

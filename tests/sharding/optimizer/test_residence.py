@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Skipping, Stack
@@ -22,7 +23,6 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.step.param_broadcast import Spreads
-from thinwire.testing import RankPool, run_ranks
 from thinwire.testing.streams import check_streams
 from thinwire.train.models.common import cross_entropy
 
@@ -55,12 +55,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-2}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with contextlib.closing(RankPool(WORLD)) as pool:
-        yield pool
 
 
 def data(step: int, rank: int) -> torch.Tensor:
@@ -139,9 +133,10 @@ def in_every_run(*values: str, all_of: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize("way", in_every_run("clipped", "accumulated", all_of=WAYS))
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets(ranks: RankPool, preset: str, way: str) -> None:
+@on_ranks(WORLD)
+def test_presets(preset: str, way: str) -> None:
     fields, how = WAYS[way]
-    assert ranks.run(differences, preset, fields, "adamw", how, tuple(RESIDENCES)) == [[]] * WORLD
+    assert differences(preset, fields, "adamw", how, tuple(RESIDENCES)) == []
 
 
 @pytest.mark.parametrize("fields", [
@@ -152,14 +147,16 @@ def test_presets(ranks: RankPool, preset: str, way: str) -> None:
     {"spread_bytes": 1 << 20},
     {"wire": {"spread": "int8:64", "spread_difference": True}},
 ], ids=str)  # fmt: skip
-def test_plans(ranks: RankPool, fields: dict[str, Any]) -> None:
-    assert ranks.run(differences, "zero1", fields, "adamw", {}, ("optimizer", "all", "update all")) == [[]] * WORLD
+@on_ranks(WORLD)
+def test_plans(fields: dict[str, Any]) -> None:
+    assert differences("zero1", fields, "adamw", {}, ("optimizer", "all", "update all")) == []
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(ranks: RankPool, optimizer: str) -> None:
+@on_ranks(WORLD)
+def test_optimizers(optimizer: str) -> None:
     fields = {"partition": "inter"} if optimizer == "adafactor" else {}
-    assert ranks.run(differences, "zero1", fields, optimizer, {}, ("optimizer", "all", "update all")) == [[]] * WORLD
+    assert differences("zero1", fields, optimizer, {}, ("optimizer", "all", "update all")) == []
 
 
 def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
@@ -171,8 +168,11 @@ def held(model: torch.nn.Module, optim: Any) -> dict[str, Any]:
     return found
 
 
-def resumed(directory: str, saved: dict[str, Any], loaded: dict[str, Any]) -> list[str]:
-    """What differs after a save and a load under another plan from going on under it."""
+@pytest.mark.parametrize(("saved", "loaded"), [("zero1", "zero1"), ("zero3", "zero1"), ("zero1", "zero3")])
+@pytest.mark.parametrize("on_host", [(True, True), (False, True), (True, False)], ids=str)
+@on_ranks(WORLD)
+def test_checkpoints_know_no_residence(tmp_path: Path, saved: str, loaded: str, on_host: tuple[bool, bool]) -> None:
+    """What goes on after a load under another plan is what goes on under it with states on the device."""
     rank = torch.distributed.get_rank()
 
     def step(model: torch.nn.Module, optim: Any, number: int) -> None:
@@ -180,45 +180,33 @@ def resumed(directory: str, saved: dict[str, Any], loaded: dict[str, Any]) -> li
         optim.step()
         optim.zero_grad()
 
-    def made(fields: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
+    def made(preset: str, *, on_host: bool) -> tuple[torch.nn.Module, Any]:
         torch.manual_seed(0)
-        model = tw.shard(build(Stack), tw.Plan.preset(fields["preset"], nodes=2, local=2, **fields["plan"]))
+        model = tw.shard(build(Stack), tw.Plan.preset(preset, nodes=2, local=2, **(ON_HOST if on_host else {})))
         return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
 
-    first, again = made(saved), made(loaded)
+    first, again, twin = made(saved, on_host=on_host[0]), made(loaded, on_host=on_host[1]), made(loaded, on_host=False)
     for number in range(2):
         step(*first, number)
-    tw.save(*first, directory)
-    tw.load(*again, directory)
-    twin = made({**loaded, "plan": {**loaded["plan"], "residence": {}}})
-    tw.load(*twin, directory)
+    tw.save(*first, tmp_path)
     for pair in (again, twin):
+        tw.load(*pair, tmp_path)
         step(*pair, 2)
-    return unlike(held(*again), held(*twin))
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [("zero1", "zero1"), ("zero3", "zero1"), ("zero1", "zero3")])
-@pytest.mark.parametrize("on_host", [(True, True), (False, True), (True, False)], ids=str)
-def test_checkpoints_know_no_residence(
-    ranks: RankPool, tmp_path: Path, saved: str, loaded: str, on_host: tuple[bool, bool]
-) -> None:
-    first, then = ({"preset": p, "plan": ON_HOST if h else {}} for p, h in zip((saved, loaded), on_host, strict=True))
-    assert ranks.run(resumed, str(tmp_path), first, then) == [[]] * WORLD
-
-
-def on_islands(fields: dict[str, Any]) -> list[str]:
-    plan = tw.Plan.preset("islands", nodes=2, local=2, **fields)
-    plan = plan.with_(islands={"every": 2})
-    kind, options = ADAMW
-    return unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ALL), kind, options, steps=5))
+    assert unlike(held(*again), held(*twin)) == []
 
 
 @pytest.mark.parametrize("fields", [{}, {"islands": {"delay": 1, "blend": 0.25}}], ids=str)
-def test_islands(ranks: RankPool, fields: dict[str, Any]) -> None:
-    assert ranks.run(on_islands, fields) == [[]] * WORLD
+@on_ranks(WORLD)
+def test_islands(fields: dict[str, Any]) -> None:
+    plan = tw.Plan.preset("islands", nodes=2, local=2, **fields)
+    plan = plan.with_(islands={"every": 2})
+    kind, options = ADAMW
+    assert unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ALL), kind, options, steps=5)) == []
 
 
-def in_parts(tensor: int, pipeline: int) -> list[str]:
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@on_ranks(WORLD)
+def test_parts_of_a_model(tensor: int, pipeline: int) -> None:
     found = []
     for residence in ({}, BOTH):
         plan = grids.plan_for(WORLD // (tensor * pipeline), tensor, pipeline).with_(**residence)
@@ -231,15 +219,12 @@ def in_parts(tensor: int, pipeline: int) -> list[str]:
             optim.step()
             optim.zero_grad()
         found.append({"losses": losses})
-    return unlike(*found)
+    assert unlike(*found) == []
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_parts_of_a_model(ranks: RankPool, tensor: int, pipeline: int) -> None:
-    assert ranks.run(in_parts, tensor, pipeline) == [[]] * WORLD
-
-
-def written_outside(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["write", "states", "whole", "copy", "gradients"])
+@on_ranks(WORLD)
+def test_code_outside_of_steps(way: str) -> None:
     """What differs where code outside of steps reads and writes masters and states."""
     rank, found = torch.distributed.get_rank(), []
     for residence in ({}, ALL):
@@ -276,40 +261,32 @@ def written_outside(way: str) -> list[str]:
                 model = copy.deepcopy(model)
                 optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
         found.append(held(model, optim))
-    return unlike(*found)
+    assert unlike(*found) == []
 
 
-@pytest.mark.parametrize("way", ["write", "states", "whole", "copy", "gradients"])
-def test_code_outside_of_steps(ranks: RankPool, way: str) -> None:
-    assert ranks.run(written_outside, way) == [[]] * WORLD
-
-
-def refused_optimizer() -> str:
+@on_ranks(WORLD)
+def test_torchs_own_optimizers_are_refused() -> None:
     model = tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **ON_HOST))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(data(0, torch.distributed.get_rank())).float().square().mean().backward()
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"thinwire\.optimizer\(model, AdamW, \.\.\.\)"):
         optim.step()
-    return str(caught.value)
 
 
-def test_torchs_own_optimizers_are_refused(ranks: RankPool) -> None:
-    assert all("thinwire.optimizer(model, AdamW, ...)" in said for said in ranks.run(refused_optimizer))
-
-
-def refused_memory() -> str:
+@on_ranks(WORLD)
+def test_a_host_that_is_too_small_is_refused() -> None:
     free = mock.Mock(available=1000)
-    with mock.patch("psutil.virtual_memory", return_value=free), pytest.raises(UsageError) as caught:
+    refused = pytest.raises(UsageError, match="are free; shard them over more ranks")
+    with mock.patch("psutil.virtual_memory", return_value=free), refused:
         tw.shard(build(Stack), tw.Plan.preset("zero1", nodes=2, local=2, **ON_HOST))
-    return str(caught.value)
 
 
-def test_a_host_that_is_too_small_is_refused(ranks: RankPool) -> None:
-    assert all("are free; shard them over more ranks" in said for said in ranks.run(refused_memory))
-
-
-def copied(name: str, fields: dict[str, Any], residence: str) -> tuple[list[Any], list[Any]]:
-    """Units and bytes of a step's copies, as they happened and as the program says."""
+@pytest.mark.parametrize("fields", [{}, {"compute_dtype": "float32"}, {"spread_bytes": 1 << 20}], ids=str)
+@pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "zeropp"])
+@pytest.mark.parametrize("residence", in_every_run("all", all_of=STREAMED))
+@on_ranks(WORLD)
+def test_the_runtime_copies_what_the_program_says(name: str, fields: dict[str, Any], residence: str) -> None:
+    """Units and bytes of a step's copies."""
     happened: list[Any] = []
     begin = HostStates._begin
 
@@ -338,22 +315,16 @@ def copied(name: str, fields: dict[str, Any], residence: str) -> tuple[list[Any]
         padded = sum(run.length for b in buffers for run in b.shares[share])
         owned = sum(one.value.numel() for one in optim.fragments if one.unit in op.units)
         said.append((op.units, op.size - moments * (padded - owned)))  # padding has no moments
-    return happened, said
+    assert happened == said
+    assert sum(nbytes for _, nbytes in said) > 0
 
 
-@pytest.mark.parametrize("fields", [{}, {"compute_dtype": "float32"}, {"spread_bytes": 1 << 20}], ids=str)
-@pytest.mark.parametrize("name", ["zero1", "zero3", "hpz", "zeropp"])
-@pytest.mark.parametrize("residence", in_every_run("all", all_of=STREAMED))
-def test_the_runtime_copies_what_the_program_says(
-    ranks: RankPool, name: str, fields: dict[str, Any], residence: str
-) -> None:
-    for happened, said in ranks.run(copied, name, fields, residence):
-        assert happened == said
-        assert sum(nbytes for _, nbytes in said) > 0
-
-
-def went_down(name: str, fields: dict[str, Any], residence: str) -> tuple[int, int]:
-    """Bytes of a step that went to the host, as they did and as the program says."""
+@pytest.mark.parametrize("fields", [{"micro_batches": 3}, {"accumulate_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("name", in_every_run("zero1", "zero3", all_of=["ddp", "zero1", "zero2", "zero3", "thinwire"]))
+@pytest.mark.parametrize("residence", RESIDENCES)
+@on_ranks(WORLD)
+def test_what_goes_down_is_what_the_program_says(name: str, fields: dict[str, Any], residence: str) -> None:
+    """Bytes of a step that went to the host."""
     plan = tw.Plan.preset(name, nodes=2, local=2, **fields, **RESIDENCES[residence])
     model = tw.shard(build(Stack), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -380,17 +351,7 @@ def went_down(name: str, fields: dict[str, Any], residence: str) -> tuple[int, i
     padded = sum(run.length for buffer in trained for run in buffer.shares[share])
     padding = padded - sum(one.value.numel() for one in optim.fragments)
     moments = 8 * (plan.residence.optimizer == "host-stream")
-    return sum(sent), said - moments * padding  # padding has no moments
-
-
-@pytest.mark.parametrize("fields", [{"micro_batches": 3}, {"accumulate_dtype": "bfloat16"}], ids=str)
-@pytest.mark.parametrize("name", in_every_run("zero1", "zero3", all_of=["ddp", "zero1", "zero2", "zero3", "thinwire"]))
-@pytest.mark.parametrize("residence", RESIDENCES)
-def test_what_goes_down_is_what_the_program_says(
-    ranks: RankPool, name: str, fields: dict[str, Any], residence: str
-) -> None:
-    for happened, said in ranks.run(went_down, name, fields, residence):
-        assert happened == said
+    assert sum(sent) == said - moments * padding  # padding has no moments
 
 
 # -- the order of copies and updates ---------------------------------------------------------------------------
@@ -460,20 +421,10 @@ def of_any_residence(name: str) -> list[str]:
     ]
 
 
-def assert_ordered(name: str) -> None:
-    """Steps on streams have no hazards."""
-    for hazards in run_ranks(WORLD, of_any_residence, name):
-        assert not hazards, "\n".join(hazards[:3])
-
-
-def assert_alike(name: str) -> None:
-    """Steps on threads give the bits of states on the device."""
-    assert run_ranks(WORLD, differences, name, {}, "adamw", {}, tuple(RESIDENCES)) == [[]] * WORLD
-
-
 @pytest.mark.parametrize("name", ["zero1", pytest.param("ddp", marks=pytest.mark.slow)])
+@on_ranks(WORLD)
 def test_whatever_writes_gradients_waits_for_their_update(name: str) -> None:
-    assert_ordered(name)
+    assert of_any_residence(name) == []
 
 
 @pytest.mark.parametrize(
@@ -487,24 +438,12 @@ def test_whatever_writes_gradients_waits_for_their_update(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("residence", RESIDENCES)
-def test_every_access_is_ordered(
-    ranks: RankPool, name: str, dtype: str, fused: bool, skip: bool, residence: str
-) -> None:
-    for hazards in ranks.run(stepped, name, dtype, fused, skip, residence):
-        assert not hazards, "\n".join(hazards[:3])
+@on_ranks(WORLD)
+def test_every_access_is_ordered(name: str, dtype: str, fused: bool, skip: bool, residence: str) -> None:
+    assert stepped(name, dtype, fused, skip, residence) == []
 
 
 submit = Lanes.submit
-
-
-def stepped_with_a_fault(lane: Lane) -> list[str]:
-    """Hazards where what runs on a lane waits for nothing but computation."""
-
-    def run_ahead(self: Lanes, of: Lane, work: Any, *, after: Any = (), **rest: Any) -> Any:
-        return submit(self, of, work, after=() if of is lane else after, **rest)
-
-    with mock.patch.object(Lanes, "submit", run_ahead):
-        return stepped("zero1", "bfloat16", False, False)
 
 
 @pytest.mark.parametrize(
@@ -516,15 +455,18 @@ def stepped_with_a_fault(lane: Lane) -> list[str]:
         Lane.SPREAD,  # of parameters before their update
     ],
 )
-def test_planted_faults_of_order_are_found(ranks: RankPool, lane: Lane) -> None:
-    assert all("race" in " ".join(hazards) for hazards in ranks.run(stepped_with_a_fault, lane))
+@on_ranks(WORLD)
+def test_planted_faults_of_order_are_found(lane: Lane) -> None:
+    """What runs on a lane waits for nothing but computation."""
+
+    def run_ahead(self: Lanes, of: Lane, work: Any, *, after: Any = (), **rest: Any) -> Any:
+        return submit(self, of, work, after=() if of is lane else after, **rest)
+
+    with mock.patch.object(Lanes, "submit", run_ahead):
+        assert "race" in " ".join(stepped("zero1", "bfloat16", False, False))
 
 
-def stepped_without_waiting() -> list[str]:
-    """Hazards where the forward does not wait for updates."""
+@on_ranks(WORLD)
+def test_a_forward_before_the_update_is_found() -> None:
     with mock.patch.object(Spreads, "expect", return_value=None):
-        return stepped("zero3", "float32", False, False)
-
-
-def test_a_forward_before_the_update_is_found(ranks: RankPool) -> None:
-    assert all(ranks.run(stepped_without_waiting))
+        assert stepped("zero3", "float32", False, False)

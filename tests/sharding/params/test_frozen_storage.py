@@ -3,14 +3,13 @@ say."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -24,19 +23,13 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.sharding.checkpointing.stored_parameters import frozen
 from thinwire.spec import CodecSpec, ModelSpec, Plan
-from thinwire.testing import RankPool, run_ranks
+from thinwire.testing import run_ranks
 from thinwire.weights.owned import snapshot
 
 pytestmark = pytest.mark.ranks
 
 WORLD, WIDTH = 4, 24
 INT8, INT4 = "int8:256", "int4:64"
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with contextlib.closing(RankPool(WORLD)) as pool:
-        yield pool
 
 
 class Adapted(nn.Module):
@@ -132,19 +125,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def check_alone(plans: list[Plan], micro_batches: int) -> None:
-    """Every rank has the same data, so that the means of gradients are exact."""
-    batches = [[samples(7 * step + k, 0) for k in range(micro_batches)] for step in range(3)]
-    for each in plans:
-        alone = rounded(build(), str(each.frozen.storage))
-        want = train(alone, adamw(alone), batches)
-        model = tw.shard(build(), each)
-        got = train(model, adamw(model), batches)
-        assert all(map(torch.equal, got, want)), each.describe()
-        for name, value in tw.full_state_dict(model).items():
-            assert torch.equal(value, alone.state_dict()[name]), (name, each.describe())
-
-
 @pytest.mark.parametrize(
     ("names", "codec"),
     [
@@ -155,22 +135,18 @@ def check_alone(plans: list[Plan], micro_batches: int) -> None:
     ],
     ids=str,
 )
-def test_training_equals_one_process_with_rounded_weights(ranks: RankPool, names: tuple[str, ...], codec: str) -> None:
-    ranks.run(check_alone, [plan(name, codec) for name in names], 1)
-
-
-def check_beside_rounded(plans: list[Plan], micro_batches: int) -> None:
-    """Ranks have data of their own: the same plan without the key trains a model of rounded weights alike."""
-    rank = torch.distributed.get_rank()
-    batches = [[samples(7 * step + k, rank) for k in range(micro_batches)] for step in range(3)]
-    for each in plans:
-        dtype = getattr(torch, each.compute_dtype)
-        plain = tw.shard(rounded(build(), str(each.frozen.storage), dtype), each.with_(frozen={"storage": "none"}))
-        want = train(plain, adamw(plain), batches)
+@on_ranks(WORLD)
+def test_training_equals_one_process_with_rounded_weights(names: tuple[str, ...], codec: str) -> None:
+    """Every rank has the same data, so that the means of gradients are exact."""
+    batches = [[samples(7 * step, 0)] for step in range(3)]
+    for each in (plan(name, codec) for name in names):
+        alone = rounded(build(), str(each.frozen.storage))
+        want = train(alone, adamw(alone), batches)
         model = tw.shard(build(), each)
-        assert all(map(torch.equal, train(model, adamw(model), batches), want)), each.describe()
-        want, got = tw.full_state_dict(plain), tw.full_state_dict(model)
-        assert all(torch.equal(value, got[name]) for name, value in want.items()), each.describe()
+        got = train(model, adamw(model), batches)
+        assert all(map(torch.equal, got, want)), each.describe()
+        for name, value in tw.full_state_dict(model).items():
+            assert torch.equal(value, alone.state_dict()[name]), (name, each.describe())
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -201,12 +177,20 @@ WAYS: dict[str, dict[str, Any]] = {
     ],
     ids=str,
 )
-def test_every_way_to_train(ranks: RankPool, names: tuple[str, ...], way: str) -> None:
-    plans = [plan(name.removesuffix(" again"), **WAYS[way]) for name in names]
-    plans = [
-        p.with_(secondary_reuse=True) if name.endswith("again") else p for name, p in zip(names, plans, strict=True)
-    ]
-    ranks.run(check_beside_rounded, plans, 3 if way in ("plain", "kept", "on the host") else 1)
+@on_ranks(WORLD)
+def test_every_way_to_train(names: tuple[str, ...], way: str) -> None:
+    """Ranks have data of their own: the same plan without the key trains a model of rounded weights alike."""
+    rank, micro_batches = torch.distributed.get_rank(), 3 if way in ("plain", "kept", "on the host") else 1
+    batches = [[samples(7 * step + k, rank) for k in range(micro_batches)] for step in range(3)]
+    for name in names:
+        each = plan(name.removesuffix(" again"), secondary_reuse=name.endswith("again"), **WAYS[way])
+        dtype = getattr(torch, each.compute_dtype)
+        plain = tw.shard(rounded(build(), str(each.frozen.storage), dtype), each.with_(frozen={"storage": "none"}))
+        want = train(plain, adamw(plain), batches)
+        model = tw.shard(build(), each)
+        assert all(map(torch.equal, train(model, adamw(model), batches), want)), each.describe()
+        want, got = tw.full_state_dict(plain), tw.full_state_dict(model)
+        assert all(torch.equal(value, got[name]) for name, value in want.items()), each.describe()
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -230,32 +214,26 @@ def predicted(model: nn.Module, plan: Plan) -> Memory:
     return memory(ModelSpec.preset("llama-2-7b"), plan, infos, seq=8, overhead=0)
 
 
-def compare_bytes(plans: list[Plan]) -> list[tuple[int, int]]:
-    found = []
+@on_ranks(WORLD)
+def test_memory_is_what_plans_predict() -> None:
+    on_host = {"residence": {"params": "host"}}
+    plans = [plan(name, INT8) for name in ("ddp", "zero1", "zero3", "hpz", "mics")]
+    plans += [plan("zero3", INT4), plan("zero3", compute_dtype="bfloat16")]
+    plans += [plan(name, **on_host) for name in ("zero3", "ddp")]
     for each in plans:
         model, plain = tw.shard(build(), each), tw.shard(build(), each.with_(frozen={"storage": "none"}))
         before, after = held(plain), held(model)
         want = predicted(model, each)
-        on_host = each.residence.streams_params
-        if not on_host:
+        if not each.residence.streams_params:
             assert (after["params"], after["secondary"]) == (want.params, want.secondary), each.describe()
         else:
             assert after["params"] == host_bytes(each, [unit.info for unit in runtime(model).units])
         assert after["frozen"] == frozen_bytes(each, [unit.info for unit in runtime(model).units])[0]
         train(model, adamw(model), [[samples(0, 0)]])
         assert held(model) == {**after, "gathered": 0}, "nothing that was decoded stays"
-        found.append((before["frozen"], after["frozen"]))
-    return found
-
-
-def test_memory_is_what_plans_predict(ranks: RankPool) -> None:
-    on_host = {"residence": {"params": "host"}}
-    plans = [plan(name, INT8) for name in ("ddp", "zero1", "zero3", "hpz", "mics")]
-    plans += [plan("zero3", INT4), plan("zero3", compute_dtype="bfloat16")]
-    plans += [plan(name, **on_host) for name in ("zero3", "ddp")]
-    for of_rank in ranks.run(compare_bytes, plans):
-        before, after = of_rank[0]
-        assert after < before / 2, "a quarter, scales, padding to blocks, and what stays as it is"
+        if each is plans[0]:
+            few = "a quarter, scales, padding to blocks, and what stays as it is"
+            assert after["frozen"] < before["frozen"] / 2, few
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -312,16 +290,18 @@ def check_resume(path: str, first: Plan, second: Plan) -> None:
     ],
     ids=str,
 )
-def test_resume_is_exact(ranks: RankPool, tmp_path: Path, first: str, second: str, codec: str) -> None:
-    ranks.run(check_resume, str(tmp_path / "run"), plan(first, codec), plan(second, codec))
+def test_resume_is_exact(tmp_path: Path, first: str, second: str, codec: str) -> None:
+    run_ranks(WORLD, check_resume, str(tmp_path / "run"), plan(first, codec), plan(second, codec))
 
 
 @pytest.mark.parametrize(("first", "second"), [(INT8, "none"), ("none", INT8), (INT8, INT4), (INT4, "int8:64")])
-def test_checkpoints_go_from_one_storage_to_another(ranks: RankPool, tmp_path: Path, first: str, second: str) -> None:
-    ranks.run(check_resume, str(tmp_path / "run"), plan("zero3", first), plan("zero1", second))
+def test_checkpoints_go_from_one_storage_to_another(tmp_path: Path, first: str, second: str) -> None:
+    run_ranks(WORLD, check_resume, str(tmp_path / "run"), plan("zero3", first), plan("zero1", second))
 
 
-def check_unfrozen(path: str) -> None:
+@on_ranks(WORLD)
+def test_what_is_saved_encoded_is_not_trained(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
     each = plan("zero3")
     model = tw.shard(build(), each)
     tw.save(model, adamw(model), path)
@@ -330,15 +310,14 @@ def check_unfrozen(path: str) -> None:
         tw.load(other, None, path)
 
 
-def test_what_is_saved_encoded_is_not_trained(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(check_unfrozen, str(tmp_path / "run"))
-
-
 # -- outside of passes ---------------------------------------------------------------------------------------------
 
 
-def check_writes(each: Plan) -> None:
+@pytest.mark.parametrize("name", ["zero3", "hpz", "ddp"])
+@on_ranks(WORLD)
+def test_reads_writes_and_copies(name: str) -> None:
     """Reads see decoded values; a write encodes again, from what was written, and no block that keeps its values."""
+    each = plan(name)
     rank, codec = torch.distributed.get_rank(), str(each.frozen.storage)
     model, alone = tw.shard(build(), each), rounded(build(), codec)
     x, before = samples(0, rank), messages(model)
@@ -386,12 +365,8 @@ def check_writes(each: Plan) -> None:
             assert torch.equal(value, flat[piece.offset : piece.offset + piece.numel]), piece.name
 
 
-@pytest.mark.parametrize("name", ["zero3", "hpz", "ddp"])
-def test_reads_writes_and_copies(ranks: RankPool, name: str) -> None:
-    ranks.run(check_writes, plan(name))
-
-
-def check_untrained() -> None:
+@on_ranks(WORLD)
+def test_nothing_is_frozen_or_everything() -> None:
     """Nothing is frozen, or everything is."""
     rank = torch.distributed.get_rank()
     for name in ("zero3", "ddp"):
@@ -407,10 +382,6 @@ def check_untrained() -> None:
             assert torch.equal(frozen(samples(1, rank)), alone(samples(1, rank)))
 
 
-def test_nothing_is_frozen_or_everything(ranks: RankPool) -> None:
-    ranks.run(check_untrained)
-
-
 class Values:
     """The initial values of a model on the meta device."""
 
@@ -424,7 +395,8 @@ class Values:
         return self._model.get_parameter(name).detach()[region]
 
 
-def check_meta() -> None:
+@on_ranks(WORLD)
+def test_a_model_that_no_rank_holds() -> None:
     """No rank holds the model: each encodes what it reads for its shard."""
     each = plan("zero3")
     with torch.device("meta"):
@@ -435,21 +407,14 @@ def check_meta() -> None:
     assert all(torch.equal(a, b) for key in mine for a, b in zip(mine[key], its[key], strict=True))
 
 
-def test_a_model_that_no_rank_holds(ranks: RankPool) -> None:
-    ranks.run(check_meta)
-
-
-def check_exceptions() -> None:
+@on_ranks(WORLD)
+def test_exceptions_stay_as_they_are() -> None:
     """Parameters that ``wire.exclude`` names, and units that travel unencoded, stay what they are."""
     each = plan("zero3").with_(wire={"exclude": ["enter.*"]}, units=[{"match": "layers.1", "codec": "none"}])
     model, original = tw.shard(build(), each), build()
     for name, value in tw.full_state_dict(model).items():
         rounds = name.endswith("base.weight") and not name.startswith("layers.1")
         assert torch.equal(value, original.get_parameter(name)) is not rounds, name
-
-
-def test_exceptions_stay_as_they_are(ranks: RankPool) -> None:
-    ranks.run(check_exceptions)
 
 
 @pytest.mark.parametrize(
@@ -467,13 +432,10 @@ def test_an_unknown_codec_and_a_pipeline_are_refused() -> None:
         Plan.preset("ddp", nodes=1, local=1, pp=2, frozen={"storage": INT8})
 
 
-def check_one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_alone() -> None:
     reference = rounded(build(), INT8)
     model = tw.shard(build(), Plan.preset("ddp", nodes=1, local=1, compute_dtype="float32", frozen={"storage": INT8}))
     batches = [[samples(step, 0)] for step in range(3)]
     assert all(map(torch.equal, train(model, adamw(model), batches), train(reference, adamw(reference), batches)))
     assert held(model)["gathered"] == 0
-
-
-def test_one_rank_alone() -> None:
-    run_ranks(1, check_one_rank)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
 from tests.support.training.hf import assert_adapters_train_alike
 from tests.support.training.hf import build as build_model
@@ -19,7 +20,6 @@ from thinwire import codecs
 from thinwire.errors import CheckpointError
 from thinwire.sharding.api import runtime
 from thinwire.spec import CodecSpec, Plan
-from thinwire.testing import run_ranks
 from thinwire.testing.streams import check_streams
 from thinwire.train.models.common import cross_entropy
 
@@ -51,7 +51,8 @@ def rounded(model: nn.Module) -> nn.Module:
     return model
 
 
-def check_adapters() -> None:
+@on_ranks(4)
+def test_adapters_train_as_in_one_process() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("zero3", "zero1", "hpz"):
@@ -63,10 +64,6 @@ def check_adapters() -> None:
             assert_adapters_train_alike(model, optim, reference, plain, name)
 
 
-def test_adapters_train_as_in_one_process() -> None:
-    run_ranks(4, check_adapters)
-
-
 def frozen_llama() -> nn.Module:
     model = grids.build("llama")
     for name, parameter in model.named_parameters():
@@ -74,8 +71,10 @@ def frozen_llama() -> nn.Module:
     return model
 
 
-def check_tensor_parallel(path: str) -> None:
+@on_ranks(4)
+def test_tensor_parallel_ranks_keep_their_slices(tmp_path: Path) -> None:
     """The checkpoint of tensor-parallel ranks goes on bit for bit, and not to ranks that hold other slices."""
+    path = str(tmp_path / "run")
     plan = grids.plan_for(2, 2, 1, compute_dtype="float32", **STORED)
     losses = []
     for _ in range(2):
@@ -97,11 +96,8 @@ def check_tensor_parallel(path: str) -> None:
         other.load(None, path)
 
 
-def test_tensor_parallel_ranks_keep_their_slices(tmp_path: Path) -> None:
-    run_ranks(4, check_tensor_parallel, str(tmp_path / "run"))
-
-
-def check_islands() -> None:
+@on_ranks(4)
+def test_islands_exchange_what_is_trained() -> None:
     """Islands exchange trained parameters, and hold the same frozen ones."""
     found = []
     for storage in ("none", "int8:256"):
@@ -118,11 +114,10 @@ def check_islands() -> None:
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
-def test_islands_exchange_what_is_trained() -> None:
-    run_ranks(4, check_islands)
-
-
-def check_lanes(name: str, residence: dict[str, str]) -> list[str]:
+@pytest.mark.parametrize("residence", [{}, {"params": "host", "optimizer": "host-stream"}], ids=str)
+@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow), "hpz"])
+@on_ranks(4)
+def test_streams_of_a_device_wait_for_each_other(name: str, residence: dict[str, str]) -> None:
     with check_streams("never") as check:
         torch.default_generator.manual_seed(0)
         plan = Plan.preset(name, nodes=2, local=2, residence=residence, **STORED)
@@ -134,10 +129,4 @@ def check_lanes(name: str, residence: dict[str, str]) -> list[str]:
             for parameter in model.parameters():
                 parameter.mul_(1.5)
         train_step(model, optim, 1)
-    return [str(hazard) for hazard in check.hazards]
-
-
-@pytest.mark.parametrize("residence", [{}, {"params": "host", "optimizer": "host-stream"}], ids=str)
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow), "hpz"])
-def test_streams_of_a_device_wait_for_each_other(name: str, residence: dict[str, str]) -> None:
-    assert run_ranks(4, check_lanes, name, residence) == [[]] * 4
+    assert [str(hazard) for hazard in check.hazards] == []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training import grids
 from tests.support.training.hf import assert_adapters_train_alike, batches
 from tests.support.training.program import Model, freeze, hold
@@ -231,7 +232,8 @@ def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
     run_ranks(4, check_published, kind, str(tmp_path / "store"))
 
 
-def check_program() -> None:
+@on_ranks(4, timeout=120)
+def test_steps_do_what_programs_say() -> None:
     """A step does what its program says, also with buffers in dtypes of the user's."""
     for name, changes in (("zero3", {}), ("zero3", {"gather_bytes": "1MiB"}), ("hpz", {}), ("zeropp", {})):
         torch.default_generator.manual_seed(0)
@@ -243,11 +245,8 @@ def check_program() -> None:
         assert operations > 0 < sent
 
 
-def test_steps_do_what_programs_say() -> None:
-    run_ranks(4, check_program, timeout=120)
-
-
-def check_refusals() -> None:
+@on_ranks(4)
+def test_what_is_refused_has_a_remedy() -> None:
     trained = nn.Linear(8, 8, bias=False)
     trained.weight = nn.Parameter(Coded.of(trained.weight).requires_grad_())
     with pytest.raises(UsageError, match=r"weight is a Coded that is to be trained.*requires_grad_\(False\)"):
@@ -266,10 +265,6 @@ def check_refusals() -> None:
     tw.ignore(hidden.weight)  # the remedy
     model = tw.shard(nn.Sequential(nn.Linear(8, 8), hidden), plan_of("zero3"))
     model(torch.ones(1, 8)).sum().backward()
-
-
-def test_what_is_refused_has_a_remedy() -> None:
-    run_ranks(4, check_refusals)
 
 
 def with_codes() -> nn.Module:
@@ -302,13 +297,10 @@ def test_stages_of_a_pipeline_hold_theirs(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), rtol=2e-6, atol=0)
 
 
-def refuse_slices() -> None:
+@on_ranks(2)
+def test_slices_of_them_are_refused() -> None:
     with pytest.raises(UsageError, match=r"q_proj.weight is a quantized Coded, and tp = 2 cuts plain tensors: set tp"):
         tw.parallelize(with_codes(), grids.plan_for(1, 2, 1), loss=cross_entropy)
-
-
-def test_slices_of_them_are_refused() -> None:
-    run_ranks(2, refuse_slices)
 
 
 def check_eight_bits() -> None:

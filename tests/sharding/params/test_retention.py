@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.ordered import assert_ordered, check_cases, preset
 from tests.support.training.parity import Case, assert_parity
 from tests.support.training.program import Model, follow_many, train_step
@@ -47,14 +48,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_the_runtime_performs_the_program(names: tuple[str, ...], labels: tuple[str, ...]) -> None:
-    plans = [plan(name, **OPTIONS[label]).to_toml() for name in names for label in labels]
+    plans = [plan(name, **OPTIONS[label]) for name in names for label in labels]
     run_ranks(4, follow_many, plans, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("hpz", "amsp-30b", "mics"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("hpz", "amsp-30b", "mics")], ids=" ".join)
 def test_training_is_the_same(names: tuple[str, ...]) -> None:
     assert_parity(
         4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
@@ -77,7 +76,7 @@ def test_kept_units_hold_what_was_decoded() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["some", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("label", ["some", "everything"])
 def test_every_access_is_ordered(label: str) -> None:
     assert_ordered(run_ranks(4, check_cases, {label: Case(preset("zero3", **OPTIONS[label]), 2)}, "never"))
 
@@ -112,29 +111,28 @@ def watch(fields: dict[str, Any], micro_batches: int) -> tuple[int, int, int, in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [9000, 14000, None])
+@on_ranks(4)
 def test_no_more_is_gathered_than_the_limit_allows(limit: int | None) -> None:
     """The closer the limit, the more often units are gathered again; without one, each is gathered once a step."""
-    for gathers, most, peak, left in run_ranks(4, watch, {"reuse_bytes": "1MiB", "live_bytes": limit}, 3):
-        assert most <= peak <= (limit or 1 << 30)
-        assert (gathers > 7) is (limit is not None)
-        assert left == 0
+    gathers, most, peak, left = watch({"reuse_bytes": "1MiB", "live_bytes": limit}, 3)
+    assert most <= peak <= (limit or 1 << 30)
+    assert (gathers > 7) is (limit is not None)
+    assert left == 0
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_small_units_are_gathered_once_a_step_in_one_operation() -> None:
-    [kept] = {gathers for gathers, *_ in run_ranks(4, watch, {"granularity": "module", "persist_bytes": 600}, 3)}
-    [freed] = {gathers for gathers, *_ in run_ranks(4, watch, {"granularity": "module"}, 3)}
+    kept, *_ = watch({"granularity": "module", "persist_bytes": 600}, 3)
+    freed, *_ = watch({"granularity": "module"}, 3)
     norms, passes = 5, 6
     assert kept == freed - norms * passes + 1
 
 
-def shard_with(fields: dict[str, Any]) -> None:
-    tw.shard(Model(), plan("zero3", **fields))
-
-
+@on_ranks(4)
 def test_a_limit_below_a_unit_is_refused() -> None:
-    with pytest.raises(Exception, match=r"live_bytes = 3000: unit layers\.0 alone has"):
-        run_ranks(4, shard_with, {"live_bytes": 3000})
+    with pytest.raises(SpecError, match=r"live_bytes = 3000: unit layers\.0 alone has"):
+        tw.shard(Model(), plan("zero3", live_bytes=3000))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.failing import train
 from tests.support.training.ordered import assert_ordered, check_cases, preset, small_chunks
 from tests.support.training.parity import Case, assert_parity
@@ -22,10 +23,10 @@ MODULES = {"granularity": "module", **TOGETHER}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("zero3",), pytest.param(("hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=" ".join)
+@pytest.mark.parametrize("names", [("zero3",), ("hpz", "amsp-30b")], ids=" ".join)
 def test_modules_take_as_many_collectives_as_blocks(names: tuple[str, ...]) -> None:
     """Counted in what ranks did, which is what the program says."""
-    plans = [plan(name, **fields).to_toml() for name in names for fields in ({}, {"granularity": "module"}, MODULES)]
+    plans = [plan(name, **fields) for name in names for fields in ({}, {"granularity": "module"}, MODULES)]
     for counts in run_ranks(4, follow_many, plans, 2):
         for first in range(0, len(plans), 3):
             (blocks, sent), (apart, _), (together, same) = counts[first : first + 3]
@@ -45,9 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [("zero3",), pytest.param(("amsp-30b", "hpz", "mics", "amsp-13b"), marks=pytest.mark.slow)], ids=" ".join
-)
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "hpz", "mics", "amsp-13b")], ids=" ".join)
 def test_training_is_the_same(names: tuple[str, ...]) -> None:
     assert_parity(
         4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
@@ -66,8 +65,8 @@ def test_tied_and_repeated_layers_train_alike() -> None:
     ("names", "codecs"),
     [
         (("zero3",), ("int4:256,stochastic",)),
-        pytest.param(("zero3",), ("mpc",), marks=pytest.mark.slow),
-        pytest.param(("zero3", "hpz"), ("int8:256", "int8:tensor", "zfp:16"), marks=pytest.mark.slow),
+        (("zero3",), ("mpc",)),
+        (("zero3", "hpz"), ("int8:256", "int8:tensor", "zfp:16")),
     ],
 )
 def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: tuple[str, ...]) -> None:
@@ -82,9 +81,7 @@ def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "codec", ["int8:256", *(pytest.param(codec, marks=pytest.mark.slow) for codec in ("none", "mpc"))]
-)
+@pytest.mark.parametrize("codec", ["int8:256", "none", "mpc"])
 def test_parameters_that_are_spread_together_are_the_same_to_the_bit(codec: str) -> None:
     wire = {"spread": codec, "spread_difference": False, "exclude": ["*norm*"]}
     pairs = [
@@ -95,8 +92,9 @@ def test_parameters_that_are_spread_together_are_the_same_to_the_bit(codec: str)
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
-def norm_after_a_write() -> list[float]:
-    """A parameter that no codec encodes after a write to this rank's share. It is spread together with units that have
+@on_ranks(4)
+def test_what_was_written_is_spread_without_the_rest_of_its_batch() -> None:
+    """A parameter that no codec encodes, after a write to this rank's share. It is spread together with units that have
     encoded parameters as well, which were not written."""
     wire = {"spread": "int8:256", "spread_difference": False, "exclude": ["*norm*"]}
     model = tw.shard(Model(), plan("zero1", spread_bytes="1MiB", wire=wire))
@@ -104,11 +102,7 @@ def norm_after_a_write() -> list[float]:
     with torch.no_grad():
         model.norm.weight.fill_(3.0)
     with tw.full_parameters(model):
-        return model.norm.weight.tolist()
-
-
-def test_what_was_written_is_spread_without_the_rest_of_its_batch() -> None:
-    assert run_ranks(4, norm_after_a_write) == [[3.0] * 16] * 4
+        assert model.norm.weight.tolist() == [3.0] * 16
 
 
 @pytest.mark.slow
@@ -124,7 +118,7 @@ def test_units_of_different_dtypes_travel_together() -> None:
 @pytest.mark.slow
 def test_the_program_knows_the_bytes_of_encoded_batches() -> None:
     wire = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256", "exclude": ["*norm*"]}
-    plans = [tw.Plan.preset(name, nodes=2, local=2, wire=wire, **MODULES).to_toml() for name in ("zero3", "hpz")]
+    plans = [tw.Plan.preset(name, nodes=2, local=2, wire=wire, **MODULES) for name in ("zero3", "hpz")]
     run_ranks(4, follow_many, plans, 2)
 
 
@@ -142,19 +136,19 @@ def test_every_option_orders_every_access(name: str, answers: Any) -> None:
     assert_ordered(run_ranks(4, check_cases, cases, answers))
 
 
-def train_past_a_failure(fail_in: int | None, forget: bool) -> list[float]:
+def train_past_a_failure(fail_in: int | None, *, forget: bool = True) -> list[float]:
     """Parameters after training in which one backward fails when some chunks of its only reduction are on their way."""
     with small_chunks():
-        chosen = plan("zero3", gather_bytes="1MiB", reduce_bytes="1MiB", bucket_chunks=3)
-        return train(chosen.to_toml(), fail_in, forget)
+        return train(plan("zero3", gather_bytes="1MiB", reduce_bytes="1MiB", bucket_chunks=3), fail_in, forget)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_training_continues_after_a_backward_that_fails_between_units_that_are_reduced_together() -> None:
-    assert run_ranks(4, train_past_a_failure, 1, True) == run_ranks(4, train_past_a_failure, None, True)
+    assert train_past_a_failure(1) == train_past_a_failure(None)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_gradients_of_which_a_part_was_reduced_are_forgotten() -> None:
-    for values in run_ranks(4, train_past_a_failure, 0, False):
-        assert all(map(math.isfinite, values))
+    assert all(map(math.isfinite, train_past_a_failure(0, forget=False)))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
@@ -14,7 +15,6 @@ from thinwire.errors import SpecError
 from thinwire.program import Lane
 from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -55,10 +55,10 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-1)
 
 
-def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
+def train(plan: Plan, steps: int = 3) -> dict[str, Any]:
     """Three steps of four ranks: weights, compute dtypes, and the bytes of the last step, sent and predicted."""
     torch.default_generator.manual_seed(0)
-    model = tw.shard(Model(), Plan.from_toml(plan_toml))
+    model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
     rank = torch.distributed.get_rank()
     sent: dict[str, int] = {}
@@ -73,7 +73,7 @@ def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
         for record in records:
             sent[record.lane] = sent.get(record.lane, 0) + record.sent
         gathers = sum(record.lane is Lane.GATHER for record in records)
-    dtypes = {unit.name: str(unit.buffers[0].layout.dtype) for unit in runtime(model).units}
+    dtypes = {unit.name: unit.buffers[0].layout.dtype for unit in runtime(model).units}
     program = runtime(model).schedule.programs.program(1)
     expected: dict[str, int] = {}
     for operation in program.operations:
@@ -95,8 +95,8 @@ def alone(steps: int = 3) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def make_plan(preset: str, units: list[dict[str, Any]], **changes: Any) -> str:
-    return Plan.preset(preset, nodes=2, local=2, units=units, **changes).to_toml()
+def make_plan(preset: str, units: list[dict[str, Any]], **changes: Any) -> Plan:
+    return Plan.preset(preset, nodes=2, local=2, units=units, **changes)
 
 
 OVERRIDES = {
@@ -108,29 +108,31 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "hpz"])
+@on_ranks(4)
 def test_training_with_overrides_equals_one_process(preset: str) -> None:
     wanted = alone()
     for name, units in OVERRIDES.items():
-        plan = make_plan(preset, units, compute_dtype="float32")
-        for result in run_ranks(4, train, plan):
-            assert result["sent"] == result["expected"], name
-            for key, value in wanted.items():
-                torch.testing.assert_close(result["weights"][key], value, rtol=1e-5, atol=1e-6)
+        result = train(make_plan(preset, units, compute_dtype="float32"))
+        assert result["sent"] == result["expected"], name
+        for key, value in wanted.items():
+            torch.testing.assert_close(result["weights"][key], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_units_that_stay_gathered_are_gathered_once_a_step() -> None:
     exact = {"compute_dtype": "float32", "keep_gathered": "none"}
     # Each of 4 units once for its forward, and once more for its backward unless it stays; two hops each.
-    (plain, *_), (kept, *_), (never, *_) = (
-        run_ranks(4, train, make_plan("zero3", units, **exact))
+    plain, kept, never = (
+        train(make_plan("zero3", units, **exact))["gathers"]
         for units in ([], [{"match": "layers.*", "keep_gathered": True}], OVERRIDES["never kept"])
     )
-    assert plain["gathers"] == never["gathers"] == 2 * 2 * 4
-    assert kept["gathers"] == 2 * (3 + 2)
+    assert plain == never == 2 * 2 * 4
+    assert kept == 2 * (3 + 2)
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_a_unit_computes_in_its_own_dtype() -> None:
     units = [
         {"match": "layers.*", "granularity": "module"},
@@ -138,32 +140,22 @@ def test_a_unit_computes_in_its_own_dtype() -> None:
         {"match": "head", "dtype": "float32"},
     ]
     for preset in ("zero1", "zero3"):
-        for result in run_ranks(4, train, make_plan(preset, units)):
-            dtypes = result["dtypes"]
-            assert result["sent"] == result["expected"]
-            assert {name for name, dtype in dtypes.items() if dtype == "torch.float32"} == {
-                "layers.0.norm",
-                "layers.1.norm",
-                "layers.2.norm",
-                "head",
-            }
-            assert dtypes["layers.0.up"] == "torch.bfloat16"
+        result = train(make_plan(preset, units))
+        wide = {name for name, dtype in result["dtypes"].items() if dtype == torch.float32}
+        assert result["sent"] == result["expected"]
+        assert wide == {"layers.0.norm", "layers.1.norm", "layers.2.norm", "head"}
+        assert result["dtypes"]["layers.0.up"] == torch.bfloat16
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_units_that_travel_uncompressed() -> None:
-    everything = [{"match": "*", "codec": "none"}]
-    (encoded, *_), (exact, *_), (bare, *_) = (
-        run_ranks(4, train, plan)
-        for plan in (
-            make_plan("zeropp", []),
-            make_plan("zeropp", everything),
-            Plan.preset("zeropp", nodes=2, local=2).uncompressed().to_toml(),
-        )
+    encoded, exact, head = (
+        train(make_plan("zeropp", units))
+        for units in ([], [{"match": "*", "codec": "none"}], [{"match": "head", "codec": "none"}])
     )
+    bare = train(make_plan("zeropp", []).uncompressed())
     assert exact["sent"] == exact["expected"] == bare["sent"]
-    assert encoded["sent"][Lane.GATHER] < exact["sent"][Lane.GATHER]
-    (head, *_) = run_ranks(4, train, make_plan("zeropp", [{"match": "head", "codec": "none"}]))
     assert head["sent"] == head["expected"]
     assert encoded["sent"][Lane.GATHER] < head["sent"][Lane.GATHER] < exact["sent"][Lane.GATHER]
 
@@ -200,10 +192,12 @@ class Mixture(nn.Module):
         return x
 
 
-def train_experts_that_differ_by_rank(names: list[str]) -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     leaf = {"match": "layers.*.mixture", "granularity": "block"}
-    for name in names:
+    for name in ("zero1", "zero2", "zero3", "hpz"):
         torch.default_generator.manual_seed(0)
         reference = Mixture()
         torch.default_generator.manual_seed(0)
@@ -224,12 +218,6 @@ def train_experts_that_differ_by_rank(names: list[str]) -> None:
             plain.zero_grad()
         for (key, whole), (_, alone) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             assert torch.allclose(whole.full_tensor(), alone, atol=1e-6), f"{key} under {name}"
-        runtime(model).lanes.close()
-
-
-@pytest.mark.slow
-def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
-    run_ranks(4, train_experts_that_differ_by_rank, ["zero1", "zero2", "zero3", "hpz"])
 
 
 def test_a_pattern_that_matches_nothing_is_one_sentence() -> None:

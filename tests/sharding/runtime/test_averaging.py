@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.said import heard
 from tests.support.training import grids
 from tests.support.training.edge import ADAMW, build, raised, samples, train_alone
@@ -69,9 +70,25 @@ def torchs(model: nn.Module, rule: dict[str, Any]) -> AveragedModel:
     return AveragedModel(model, multi_avg_fn=mean)
 
 
-def check_average(plan: tw.Plan, rule: dict[str, Any]) -> None:
-    """The average beside those of torch: over the weights of these very steps, and of training in one process."""
-    world = dist.get_world_size()
+@pytest.mark.parametrize("rule", RULES, ids=["decay", "window"])
+@pytest.mark.parametrize(
+    ("preset", "world", "options"),
+    [
+        ("ddp", 2, {}),
+        ("zero3", 4, {}),
+        pytest.param("ddp", 4, {}, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, {}, marks=pytest.mark.slow),
+        pytest.param("zero1", 4, {}, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, {}, marks=pytest.mark.slow),
+        pytest.param("hpz", 2, {}, marks=pytest.mark.slow),
+        pytest.param("hpz", 4, {}, marks=pytest.mark.slow),
+        pytest.param("zero3", 4, ALL_ON_HOST, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("world")
+def test_the_average_is_torchs(preset: str, world: int, options: dict[str, Any], rule: dict[str, Any]) -> None:
+    """Over the weights of these very steps, and of training in one process."""
+    plan = plan_of(preset, world, **options)
     model, optim, mean = start(plan, rule)
     alone, mirror = build(Stack), build(Stack)
     optim_alone = torch.optim.AdamW(alone.parameters(), **ADAMW)
@@ -96,43 +113,11 @@ def check_average(plan: tw.Plan, rule: dict[str, Any]) -> None:
     assert all(map(torch.equal, before, held(model)))
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["decay", "window"])
-@pytest.mark.parametrize(
-    ("preset", "world", "options"),
-    [
-        ("ddp", 2, {}),
-        ("zero3", 4, {}),
-        pytest.param("ddp", 4, {}, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, {}, marks=pytest.mark.slow),
-        pytest.param("zero1", 4, {}, marks=pytest.mark.slow),
-        pytest.param("zero3", 2, {}, marks=pytest.mark.slow),
-        pytest.param("hpz", 2, {}, marks=pytest.mark.slow),
-        pytest.param("hpz", 4, {}, marks=pytest.mark.slow),
-        pytest.param("zero3", 4, ALL_ON_HOST, marks=pytest.mark.slow),
-    ],
-)
-def test_the_average_is_torchs(preset: str, world: int, options: dict[str, Any], rule: dict[str, Any]) -> None:
-    run_ranks(world, check_average, plan_of(preset, world, **options), rule)
-
-
 @torch.no_grad()
 def fail_inside(mean: tw.Average, model: nn.Module) -> None:
     with mean.applied():
         model(samples(9, 1, 4)[0, 0])
         raise ZeroDivisionError
-
-
-def check_training(plan: tw.Plan) -> None:
-    """Evaluations of the average, one of which fails, change nothing in what is trained."""
-    model, optim, mean = start(plan, RULES[0])
-    other = tw.shard(build(Stack), plan)
-    optim_other = tw.optimizer(other, torch.optim.AdamW, **ADAMW)
-    for step in range(4):
-        assert train(model, optim, [step], mean) == train(other, optim_other, [step])
-        before = held(model)
-        raised(ZeroDivisionError, fail_inside, mean, model)
-        assert all(map(torch.equal, before, held(model)))
-    assert all(map(torch.equal, held(model), held(other)))
 
 
 @pytest.mark.parametrize(
@@ -147,22 +132,19 @@ def check_training(plan: tw.Plan) -> None:
     ],
     ids=["differences", "hpz", "zeropp", "thinwire", "all on the host", "updates on the host"],
 )
+@on_ranks(4)
 def test_training_goes_on_bit_for_bit(preset: str, options: dict[str, Any]) -> None:
-    run_ranks(4, check_training, tw.Plan.preset(preset, nodes=2, local=2, **options))
-
-
-def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
-    with check_streams("never") as check:
-        plan = tw.Plan.preset(preset, nodes=2, local=2, bucket_bytes=1, **options)
-        model = tw.shard(build(Stack), plan, codec_backend="reference")
-        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
-        mean = tw.average(model, decay=0.5)
-        for step in range(3):
-            train(model, optim, [step], mean)
-            with mean.applied(), torch.no_grad():
-                if step:  # or the weights come back while the average is on its way
-                    model(samples(9, 1, 4)[0, 0])
-    return [str(hazard) for hazard in check.hazards]
+    """Evaluations of the average, one of which fails, change nothing in what is trained."""
+    plan = tw.Plan.preset(preset, nodes=2, local=2, **options)
+    model, optim, mean = start(plan, RULES[0])
+    other = tw.shard(build(Stack), plan)
+    optim_other = tw.optimizer(other, torch.optim.AdamW, **ADAMW)
+    for step in range(4):
+        assert train(model, optim, [step], mean) == train(other, optim_other, [step])
+        before = held(model)
+        raised(ZeroDivisionError, fail_inside, mean, model)
+        assert all(map(torch.equal, before, held(model)))
+    assert all(map(torch.equal, held(model), held(other)))
 
 
 @pytest.mark.slow
@@ -176,8 +158,19 @@ def check_hazards(preset: str, options: dict[str, Any]) -> list[str]:
     ],
     ids=["differences", "hpz", "all on the host", "states on the host"],
 )
+@on_ranks(4)
 def test_streams_wait_for_the_average(preset: str, options: dict[str, Any]) -> None:
-    assert run_ranks(4, check_hazards, preset, options) == [[]] * 4
+    with check_streams("never") as check:
+        plan = tw.Plan.preset(preset, nodes=2, local=2, bucket_bytes=1, **options)
+        model = tw.shard(build(Stack), plan, codec_backend="reference")
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, fused=True)  # others make the host wait
+        mean = tw.average(model, decay=0.5)
+        for step in range(3):
+            train(model, optim, [step], mean)
+            with mean.applied(), torch.no_grad():
+                if step:  # or the weights come back while the average is on its way
+                    model(samples(9, 1, 4)[0, 0])
+    assert [str(hazard) for hazard in check.hazards] == []
 
 
 def check_saved(directory: str, plan: tw.Plan, rule: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -214,7 +207,9 @@ def test_checkpoints_hold_the_average_for_any_plan(tmp_path: Path, rule: dict[st
     run_ranks(4, check_loaded, str(tmp_path), plan_of("zero1", 4, partition="inter"), rule, saved)
 
 
-def check_refusals(directory: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    directory = str(tmp_path)
     plan = plan_of("zero3", 2)
     model, optim, mean = start(plan, {"decay": 0.5})
     train(model, optim, [0], mean)
@@ -241,24 +236,15 @@ def check_refusals(directory: str) -> None:
     raised(CheckpointError, lambda: tw.load(model, optim, path))
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, check_refusals, str(tmp_path))
-
-
-def check_warning(directory: str) -> list[str]:
+@on_ranks(2)
+def test_an_average_that_is_left_behind_is_named(tmp_path: Path) -> None:
     plan = plan_of("zero1", 2)
     model, optim, _ = start(plan, {"window": 1})
-    tw.save(model, optim, directory)
+    tw.save(model, optim, tmp_path / "saved")
     other = tw.shard(build(Stack), plan)
     with heard(logging.WARNING) as said:
-        tw.load(other, tw.optimizer(other, torch.optim.AdamW, **ADAMW), directory)
-    return said
-
-
-def test_an_average_that_is_left_behind_is_named(tmp_path: Path) -> None:
-    first, second = run_ranks(2, check_warning, str(tmp_path / "saved"))
-    assert "before thinwire.load" in first[-1]
-    assert not second
+        tw.load(other, tw.optimizer(other, torch.optim.AdamW, **ADAMW), tmp_path / "saved")
+    assert "before thinwire.load" in said[-1] if dist.get_rank() == 0 else not said
 
 
 def check_parts(directory: str, plan: tw.Plan, steps: int) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import WIDTH, build, samples
 from tests.support.training.models import CalledTwice, SameBlockTwice, Stack, TiedAcrossBlocks, TiedEnds
 from torch import nn
@@ -23,9 +24,9 @@ pytestmark = pytest.mark.ranks
 FORWARDS = 5
 
 
-def made(toml: str, kind: type[nn.Module] = Stack) -> tuple[Any, Any]:
+def made(plan: tw.Plan, kind: type[nn.Module] = Stack) -> tuple[Any, Any]:
     torch.default_generator.manual_seed(0)
-    model = tw.shard(build(kind), tw.Plan.from_toml(toml))
+    model = tw.shard(build(kind), plan)
     return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -36,9 +37,9 @@ def held(model: Any) -> tuple[list[int], int]:
     return [buffer.full.untyped_storage().nbytes() for buffer in buffers], second
 
 
-def loop(toml: str, keep: str | None, micro_batches: int, inference: bool) -> dict[str, Any]:
+def loop(plan: tw.Plan, keep: str | None, micro_batches: int, inference: bool) -> dict[str, Any]:
     """Losses of steps, between whose micro-batches the model runs forwards; what these returned, and sent."""
-    model, optim = made(toml)
+    model, optim = made(plan)
     losses, outputs, sent, memory, lines = [], [], [], [], []
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(3):
@@ -65,13 +66,9 @@ def loop(toml: str, keep: str | None, micro_batches: int, inference: bool) -> di
     return {"losses": losses, "outputs": outputs, "weights": weights, "sent": sent, "memory": memory, "lines": lines}
 
 
-def compare(toml: str, keeps: list[str | None], micro_batches: int, inference: bool) -> list[dict[str, Any]]:
-    return [loop(toml, keep, micro_batches, inference) for keep in ("none", "plain", *keeps)]
-
-
-def toml_of(preset: str, world: int, **keys: Any) -> str:
+def plan_of(preset: str, world: int, **keys: Any) -> tw.Plan:
     nodes = 2 if world == 4 else 1
-    return tw.Plan.preset(preset, nodes=nodes, local=2, compute_dtype="float32").with_(**keys).to_toml()
+    return tw.Plan.preset(preset, nodes=nodes, local=2, compute_dtype="float32").with_(**keys)
 
 
 @pytest.mark.parametrize(
@@ -84,47 +81,50 @@ def toml_of(preset: str, world: int, **keys: Any) -> str:
         ("zero1", 2, [None], 1, False),
     ],
 )
+@on_ranks("world")
 def test_tokens_and_training_are_those_without_it(
     preset: str, world: int, keeps: list[str | None], micro_batches: int, inference: bool
 ) -> None:
-    for silent, plain, *results in run_ranks(world, compare, toml_of(preset, world), keeps, micro_batches, inference):
-        for keep, result in zip(keeps, results, strict=True):
-            assert result["losses"] == plain["losses"] == silent["losses"], keep
-            assert all(map(torch.equal, result["weights"], silent["weights"])), keep
-            assert all(map(torch.equal, result["outputs"], plain["outputs"])), keep
-            assert all(result["memory"]), keep
-            for one, other in zip(result["sent"], plain["sent"], strict=True):
-                if preset != "zero1" and keep in (None, "whole", "encoded"):
-                    assert one["inside"] * FORWARDS == other["inside"]
-                if keep == "secondary":
-                    assert one["across"] * FORWARDS == other["across"]
-                if keep == "nothing":
-                    assert one == other
-
-
-def unusual(toml: str, keeps: list[str]) -> None:
-    for kind in (TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice):
-        model, optim = made(toml, kind)
-        x = samples(0, 1, 4)[0, dist.get_rank()]
-        model(x).square().mean().backward()
-        optim.step()
-        with torch.no_grad():
-            wanted = model(x)
-            for keep in keeps:
-                with tw.generating(model, keep=keep):
-                    assert torch.equal(model(x), wanted), (kind, keep)
-                    assert torch.equal(model(x), wanted), (kind, keep)
+    plan = plan_of(preset, world)
+    silent, plain = (loop(plan, keep, micro_batches, inference) for keep in ("none", "plain"))
+    for keep in keeps:
+        result = loop(plan, keep, micro_batches, inference)
+        assert result["losses"] == plain["losses"] == silent["losses"], keep
+        assert all(map(torch.equal, result["weights"], silent["weights"])), keep
+        assert all(map(torch.equal, result["outputs"], plain["outputs"])), keep
+        assert all(result["memory"]), keep
+        for one, other in zip(result["sent"], plain["sent"], strict=True):
+            if preset != "zero1" and keep in (None, "whole", "encoded"):
+                assert one["inside"] * FORWARDS == other["inside"]
+            if keep == "secondary":
+                assert one["across"] * FORWARDS == other["across"]
+            if keep == "nothing":
+                assert one == other
 
 
 @pytest.mark.slow
+@on_ranks(4)
 def test_models_that_share_weights() -> None:
-    run_ranks(4, unusual, toml_of("zeropp", 4), ["whole", "encoded", "secondary", "nothing"])
-    run_ranks(4, unusual, toml_of("zero3", 4), ["whole", "secondary", "nothing"])
+    for preset, keeps in (
+        ("zeropp", ("whole", "encoded", "secondary", "nothing")),
+        ("zero3", ("whole", "secondary", "nothing")),
+    ):
+        for kind in (TiedEnds, TiedAcrossBlocks, SameBlockTwice, CalledTwice):
+            model, optim = made(plan_of(preset, 4), kind)
+            x = samples(0, 1, 4)[0, dist.get_rank()]
+            model(x).square().mean().backward()
+            optim.step()
+            with torch.no_grad():
+                wanted = model(x)
+                for keep in keeps:
+                    with tw.generating(model, keep=keep):
+                        assert torch.equal(model(x), wanted), (kind, keep)
+                        assert torch.equal(model(x), wanted), (kind, keep)
 
 
-def refuse() -> list[str]:
-    """What is refused, and in which words."""
-    model, optim = made(toml_of("zero3", 2))
+@on_ranks(2)
+def test_what_is_refused() -> None:
+    model, optim = made(plan_of("zero3", 2))
     texts = []
 
     def refused(function: Any) -> None:
@@ -153,23 +153,18 @@ def refuse() -> list[str]:
         refused(enter)
     refused(lambda: enter(keep="secondary"))
     refused(lambda: enter(keep=("whole", "nothing")[dist.get_rank()]))
-    return texts
-
-
-def test_what_is_refused() -> None:
-    for texts in run_ranks(2, refuse):
-        inside, backward, nested, step, full, secondary, differ = texts
-        assert "inside a forward or a backward" in inside
-        assert backward == inside
-        assert nested.startswith("generating() inside generating()")
-        assert step.startswith("step() inside generating()")
-        assert full.startswith("generating() inside full_parameters()")
-        assert "can keep whole, nothing" in secondary
-        assert "'nothing'" in differ
+    inside, backward, nested, step, full, secondary, differ = texts
+    assert "inside a forward or a backward" in inside
+    assert backward == inside
+    assert nested.startswith("generating() inside generating()")
+    assert step.startswith("step() inside generating()")
+    assert full.startswith("generating() inside full_parameters()")
+    assert "can keep whole, nothing" in secondary
+    assert "'nothing'" in differ
 
 
 def alone() -> None:
-    model, _ = made(toml_of("zero3", 2))
+    model, _ = made(plan_of("zero3", 2))
     if dist.get_rank() == 0:
         with tw.generating(model):
             pass

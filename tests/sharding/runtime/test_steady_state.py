@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,7 +20,6 @@ from thinwire.collectives import memory
 from thinwire.collectives.group import control
 from thinwire.program.timeline import COMPUTE, WAITING
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -62,42 +62,34 @@ def large_allocations(model: nn.Module, optim: torch.optim.Optimizer) -> list[in
     return counts
 
 
-def count(preset: str | None) -> tuple[list[int], int, int]:
-    """Large allocations of each of three steps, how many of them made communication buffers that are kept from then on,
-    and how many such buffers there are."""
-    model: nn.Module = Chain()
-    if preset is None:
-        return large_allocations(model, torch.optim.SGD(model.parameters(), lr=1e-2)), 0, 0
-    model = tw.shard(model, tw.Plan.preset(preset, nodes=2, local=2, compute_dtype="float32"))
-    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
-    for _ in range(3):
-        take_step(model, optim)
-    before = num_blocks()
-    num_large = large_allocations(model, optim)
-    return num_large, num_blocks() - before, num_blocks()
-
-
 def num_blocks() -> int:
     return sum(map(len, memory._blocks.values()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["zero1-node", "zero1", "zero3", "hpz"])
+@on_ranks(4)
 def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
-    alone, *_ = run_ranks(4, count, None)[0]
+    model: nn.Module = Chain()
+    alone = large_allocations(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2, compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    for _ in range(3):
+        take_step(model, optim)
+    before = num_blocks()
+    allocations, kept = large_allocations(model, optim), num_blocks()
     # A freed storage has to be given its memory back: in the forward, and in the backward unless it was kept.
     gathered = 2 * DEPTH - 1 if preset in ("zero3", "hpz") else 0
-    for allocations, added, kept in run_ranks(4, count, preset):
-        # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
-        assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
-        extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
-        assert all(count >= 0 for count in extra)
-        assert sum(extra) <= added
+    # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
+    assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
+    extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
+    assert all(count >= 0 for count in extra)
+    assert sum(extra) <= kept - before
 
 
-def allocations_of_shards(preset: str) -> dict[str, int]:
-    """Number of storages that hold each kind of shard, and number of units."""
-    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+@on_ranks(4)
+def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
+    model = tw.shard(Chain(), tw.Plan.preset("hpz", nodes=2, local=2))
     tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     buffers = [buffer for unit in runtime(model).units for buffer in unit.buffers]
     parts = {
@@ -108,12 +100,8 @@ def allocations_of_shards(preset: str) -> dict[str, int]:
     }
     tensors = {name: [part for part in several if part is not None] for name, several in parts.items()}
     storages = {name: len({part.untyped_storage().data_ptr() for part in several}) for name, several in tensors.items()}
-    return {**storages, "units": len(buffers)}
-
-
-def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
-    for counts in run_ranks(4, allocations_of_shards, "hpz"):
-        assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
+    counts = {**storages, "units": len(buffers)}
+    assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
 
 
 HEAP = (
@@ -134,9 +122,13 @@ def heap_bytes() -> int:
     return int(libc.mallinfo2().uordblks)
 
 
-def growth_by_exchange(number: int) -> dict[str, int]:
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
+@on_ranks(2)
+def test_control_exchanges_leave_nothing_behind() -> None:
     """Bytes by which the heap grows while each kind of control exchange is made a number of times; the least of three
     measurements, as threads allocate at any time."""
+    number = 200
     ranks = control()
     kinds = {
         "mean": lambda: ranks.all_reduce_mean([1.0, 2.0]),
@@ -151,20 +143,13 @@ def growth_by_exchange(number: int) -> dict[str, int]:
                 exchange()
             sizes.append(heap_bytes())
         grown[name] = min(after - before for before, after in itertools.pairwise(sizes))
-    return grown
+    # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
+    assert all(size < 32 * number for size in grown.values()), grown
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="only glibc counts the bytes of its heap")
-def test_control_exchanges_leave_nothing_behind() -> None:
-    number = 200
-    for grown in run_ranks(2, growth_by_exchange, number):
-        # torch's flight recorder keeps half a kilobyte and more of each of the last 2,000 collectives.
-        assert all(size < 32 * number for size in grown.values()), grown
-
-
-def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
-    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+@on_ranks(4)
+def test_a_timeline_shows_every_hop_and_every_wait() -> None:
+    model = tw.shard(Chain(), tw.Plan.preset("zero3", nodes=2, local=2))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     for _ in range(2):
         take_step(model, optim)
@@ -175,26 +160,21 @@ def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
     take_step(model, optim)
     runtime(model).lanes.drain()
     assert len(timeline.spans) == count, "nothing is recorded when nobody looks"
-    return [(span.track, span.name, span.start, span.end) for span in timeline.spans]
-
-
-def test_a_timeline_shows_every_hop_and_every_wait() -> None:
-    for spans in run_ranks(4, spans_of_a_step, "zero3"):
-        assert all(end >= start for _, _, start, end in spans)
-        tracks = {track for track, *_ in spans}
-        assert tracks - {WAITING} == {
-            COMPUTE,
-            "gather gather-across",
-            "gather gather-inside",
-            "reduce scatter-inside",
-            "reduce scatter-across",
-        }
-        computed = [name for track, name, *_ in spans if track == COMPUTE]
-        forward = [f"forward layers.{i}" for i in range(DEPTH)]
-        backward = [f"backward layers.{i}" for i in reversed(range(DEPTH))]
-        assert [name for name in computed if name in {*forward, *backward}] == [*forward, *backward]
-        gathers = [name for track, name, *_ in spans if track == "gather gather-inside"]
-        assert len(gathers) == 2 * DEPTH - 1, "twice, but the last block is kept"
+    spans = timeline.spans
+    assert all(span.end >= span.start for span in spans)
+    assert {span.track for span in spans} - {WAITING} == {
+        COMPUTE,
+        "gather gather-across",
+        "gather gather-inside",
+        "reduce scatter-inside",
+        "reduce scatter-across",
+    }
+    computed = [span.name for span in spans if span.track == COMPUTE]
+    forward = [f"forward layers.{i}" for i in range(DEPTH)]
+    backward = [f"backward layers.{i}" for i in reversed(range(DEPTH))]
+    assert [name for name in computed if name in {*forward, *backward}] == [*forward, *backward]
+    gathers = [span for span in spans if span.track == "gather gather-inside"]
+    assert len(gathers) == 2 * DEPTH - 1, "twice, but the last block is kept"
 
 
 class CountsCalls(torch.optim.Optimizer):
@@ -213,22 +193,6 @@ class CountsCalls(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / self.calls)
 
 
-def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[int, float]:
-    """In how many calls a step updates the units, and how far the result is from training alone."""
-    alone = Chain()
-    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
-    model = tw.shard(copy.deepcopy(alone), plan)
-    optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
-    calls = mock.Mock(side_effect=optim.inner.step)
-    optim.inner.step = calls
-    for _ in range(3):
-        take_step(model, optim)
-        take_step(alone, other)
-    with tw.full_parameters(model):
-        pairs = zip(model.parameters(), alone.parameters(), strict=True)
-        return calls.call_count // 3, max(float((a - b).abs().max()) for a, b in pairs)
-
-
 @pytest.mark.parametrize(
     ("kind", "bucket_bytes", "calls"),
     [
@@ -238,23 +202,32 @@ def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[
         (CountsCalls, 1, 1),
     ],
 )
+@on_ranks(4)
 def test_units_are_updated_as_they_arrive_where_that_is_the_same(
     kind: type[torch.optim.Optimizer], bucket_bytes: int, calls: int
 ) -> None:
-    for updates, gap in run_ranks(4, updated_with, kind, bucket_bytes):
-        assert updates == calls
-        assert gap <= 1e-6
+    """In how many calls a step updates the units; the result is that of training alone."""
+    alone = Chain()
+    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
+    model = tw.shard(copy.deepcopy(alone), plan)
+    optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
+    update = mock.Mock(side_effect=optim.inner.step)
+    optim.inner.step = update
+    for _ in range(3):
+        take_step(model, optim)
+        take_step(alone, other)
+    assert update.call_count // 3 == calls
+    with tw.full_parameters(model):
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
-def steps_seen_by_hooks() -> int:
+@on_ranks(4)
+def test_hooks_on_the_optimizer_see_one_step_a_step() -> None:
     model = tw.shard(Chain(), tw.Plan.preset("zero1", nodes=2, local=2))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
     calls: list[Any] = []
     optim.register_step_post_hook(lambda *_: calls.append(None))
     for _ in range(2):
         take_step(model, optim)
-    return len(calls)
-
-
-def test_hooks_on_the_optimizer_see_one_step_a_step() -> None:
-    assert run_ranks(4, steps_seen_by_hooks) == [2] * 4
+    assert len(calls) == 2

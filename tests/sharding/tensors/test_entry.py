@@ -9,15 +9,17 @@ import pytest
 import safetensors.torch
 import torch
 from tests.behaviours.models import Stack
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.sharding.tensors.entry import StateEntry
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 
-def check_entries(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_ranks(2)
+def test_what_is_written_to_a_state_dict_reaches_the_model(dtype: str) -> None:
     torch.default_generator.manual_seed(0)
     model = tw.shard(Stack(), tw.Plan.preset("ddp", nodes=1, local=2, compute_dtype=dtype))
     with torch.no_grad():
@@ -46,8 +48,3 @@ def check_entries(dtype: str) -> None:
         value.zero_()
     model.load_state_dict(kept)
     assert all(torch.equal(value, kept[name]) for name, value in tw.full_state_dict(model).items())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_written_to_a_state_dict_reaches_the_model(dtype: str) -> None:
-    run_ranks(2, check_entries, dtype)

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.support.training.edge import build, close, plan, raised, samples
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import build, plan, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -124,7 +125,10 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def check_reads(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         with torch.no_grad():
@@ -142,16 +146,12 @@ def check_reads(plans: tuple[str, ...]) -> None:
         local = weight.to_local()
         assert local.numel() == weight.spec.length
         assert local.numel() < weight.numel() or name in ("ddp", "inter", "whole tensors")
-        close(pair.model)
 
 
 @pytest.mark.slow
 @BOTH
-def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_reads, plans)
-
-
-def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
     """A read right after a step returns the values that the step has written."""
     for name in plans:
         pair = Pair(name)
@@ -173,13 +173,6 @@ def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
             reference.zero_grad()
         for kept, plain in zip(averages, expected, strict=True):
             assert torch.allclose(whole(kept), plain, atol=1e-6), name
-        close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_reads_after_a_step, plans)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -237,7 +230,8 @@ def swap(model: nn.Module) -> None:
             parameter.copy_(saved[name])
 
 
-def check_late_sum() -> None:
+@on_ranks(4)
+def test_a_sum_that_a_rank_joins_late_arrives() -> None:
     """A sum that one rank joins late."""
     model = tw.shard(build(Stack), plan("zero3"))
     parameter = next(model.parameters())
@@ -250,11 +244,10 @@ def check_late_sum() -> None:
     assert torch.equal(parameter.detach().full_tensor(), wanted)
 
 
-def test_a_sum_that_a_rank_joins_late_arrives() -> None:
-    run_ranks(4, check_late_sum)
-
-
-def check_writes(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         for write in (double, assign, through_data, sum_and_send, initialise, from_a_vector, load, swap):
@@ -268,16 +261,11 @@ def check_writes(plans: tuple[str, ...]) -> None:
             with torch.no_grad():
                 assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
             assert list(named[0]) == list(named[1])
-            close(pair.model)
 
 
 @pytest.mark.slow
-@BOTH
-def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_writes, plans)
-
-
-def check_initialisation_with_other_seeds() -> None:
+@on_ranks(4)
+def test_ranks_draw_alike() -> None:
     """Ranks whose generators differ draw the numbers of the first rank."""
     for name in ("zero1", "zero3", "ddp"):
         pair = Pair(name)
@@ -286,15 +274,12 @@ def check_initialisation_with_other_seeds() -> None:
         torch.default_generator.manual_seed(0)
         nn.init.uniform_(pair.one.first.weight)
         pair.check("uniform_")
-        close(pair.model)
 
 
 @pytest.mark.slow
-def test_ranks_draw_alike() -> None:
-    run_ranks(4, check_initialisation_with_other_seeds)
-
-
-def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
+@BOTH
+@on_ranks(4)
+def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
     for name in plans:
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
@@ -312,13 +297,6 @@ def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
                         model.first.weight.fill_(1.0)
 
                 assert "write=True" in raised(UsageError, write)
-            close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_writes_to_whole_parameters, plans)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
@@ -355,7 +333,6 @@ def check_gradients(plans: tuple[str, ...]) -> None:
             pair.check_gradients("edited")
             for model in (pair.model, pair.one):
                 model.zero_grad()
-        close(pair.model)
 
 
 @pytest.mark.slow
@@ -364,7 +341,9 @@ def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
     run_ranks(4, check_gradients, plans)
 
 
-def check_clipping(plans: tuple[str, ...]) -> None:
+@BOTH
+@on_ranks(4)
+def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         for step, order in enumerate((2.0, 1.0, math.inf, 3.0)):
@@ -381,15 +360,12 @@ def check_clipping(plans: tuple[str, ...]) -> None:
         for model in (pair.model, pair.one):
             clip_grad_value_(model.parameters(), 1e-3)
         pair.check_gradients("clipped by value")
-        close(pair.model)
 
 
+@pytest.mark.slow
 @BOTH
-def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_clipping, plans)
-
-
-def check_penalties(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
     """Terms of the loss that read parameters outside of the model's forward."""
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
@@ -407,13 +383,6 @@ def check_penalties(plans: tuple[str, ...]) -> None:
         (float(dist.get_rank() + 1) * pair.model.first.weight.square().sum()).backward()
         (2.5 * pair.one.first.weight.square().sum()).backward()
         pair.check_gradients("a penalty that differs from rank to rank", 1e-5)
-        close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_penalties, plans)
 
 
 def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
@@ -421,7 +390,10 @@ def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
     norms.append(f"{float(parameter.grad.norm()):.3g}")
 
 
-def check_hooks(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         seen: list[list[str]] = [[], []]
@@ -432,13 +404,6 @@ def check_hooks(plans: tuple[str, ...]) -> None:
         pair.backward()
         pair.check_gradients("hooked")
         assert sorted(seen[0]) == sorted(seen[1]), name
-        close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_hooks, plans)
 
 
 # -- optimizers that users make --------------------------------------------------------------------------------
@@ -456,7 +421,10 @@ OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def check_optimizers(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4, timeout=240)
+def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
     for name in plans:
         for kind, options in OPTIMIZERS:
             pair = Pair(name)
@@ -476,16 +444,12 @@ def check_optimizers(plans: tuple[str, ...]) -> None:
                     scheduler.step()
                     optim.zero_grad()
             pair.check(f"{kind.__name__} {options}")
-            close(pair.model)
 
 
 @pytest.mark.slow
 @BOTH
-def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_optimizers, plans, timeout=240)
-
-
-def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         pair = Pair(name)
@@ -513,16 +477,12 @@ def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
                 scaler.update()
         assert scalers[0].get_scale() == scalers[1].get_scale()
         pair.check("GradScaler")
-        close(pair.model)
 
 
 @pytest.mark.slow
 @BOTH
-def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_closures_and_scalers, plans)
-
-
-def check_loops_by_hand(plans: tuple[str, ...]) -> None:
+@on_ranks(4)
+def test_updates_by_hand(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         for step in range(2):
@@ -533,13 +493,6 @@ def check_loops_by_hand(plans: tuple[str, ...]) -> None:
                         parameter -= 0.1 * parameter.grad
                 model.zero_grad()
         pair.check("gradient descent by hand")
-        close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_updates_by_hand(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_loops_by_hand, plans)
 
 
 class GlobalNorm(torch.optim.SGD):
@@ -565,7 +518,10 @@ class Noisy(torch.optim.SGD):
         super().step(closure)
 
 
-def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
     for name in plans:
         for kind, sentence in ((GlobalNorm, "other parameters' gradients"), (Noisy, "draws random numbers")):
             pair = Pair(name)
@@ -581,19 +537,15 @@ def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
                 for optim in optims:
                     optim.zero_grad()
             pair.check(kind.__name__)  # every rank draws what the first one draws
-            close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_coupled_optimizers, plans)
 
 
 # -- outside of forward ---------------------------------------------------------------------------------------
 
 
-def check_methods(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
     for name in plans:
         for register in (False, True):
@@ -608,13 +560,6 @@ def check_methods(plans: tuple[str, ...]) -> None:
             with torch.no_grad():
                 same(pair.model.loss(x), pair.one.loss(x), name)
             assert not pair.model._thinwire_runtime.passes.state.inside
-            close(pair.model)
-
-
-@pytest.mark.slow
-@BOTH
-def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_methods, plans)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -633,7 +578,9 @@ def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, 
     }
 
 
-def check_refusals() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_refusals() -> None:
     for name in ("zero1", "zero3"):
         model = build(Learned)
         early = torch.optim.AdamW(model.parameters())
@@ -658,13 +605,7 @@ def check_refusals() -> None:
         model(x).square().mean().backward()
         assert "both would update it" in raised(UsageError, mine.step)
         owner.step()
-        close(model)
     assert "float64" in raised(UsageError, tw.shard, nn.Linear(2, 2, dtype=torch.float64), plan("zero3"))
-
-
-@pytest.mark.slow
-def test_refusals() -> None:
-    run_ranks(4, check_refusals)
 
 
 # -- boxes -----------------------------------------------------------------------------------------------------
@@ -685,7 +626,9 @@ def test_boxes_cover_a_piece_exactly(shape: tuple[int, ...]) -> None:
             assert values == list(range(offset, offset + length))
 
 
-def clipped_where_a_rank_owns_nothing(preset: str) -> tuple[float, float]:
+@pytest.mark.parametrize("preset", ["zero1", "zero1-node"])
+@on_ranks(4)
+def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
     """Norm by torch's clipping, over ranks and alone, of a model whose units have one parameter each."""
     alone = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
     with torch.no_grad():
@@ -701,10 +644,4 @@ def clipped_where_a_rank_owns_nothing(preset: str) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
     (2 * alone(torch.ones(2, 8)).square().mean()).backward()
-    return norm, float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf))
-
-
-@pytest.mark.parametrize("preset", ["zero1", "zero1-node"])
-def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
-    for norm, expected in run_ranks(4, clipped_where_a_rank_owns_nothing, preset):
-        assert norm == pytest.approx(expected, rel=1e-5)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf)), rel=1e-5)

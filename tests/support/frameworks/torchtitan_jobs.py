@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import string
 from dataclasses import dataclass, field
@@ -38,13 +37,6 @@ class Results:
     rates: dict[int, float] = field(default_factory=dict)
     validated: dict[int, float] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def join() -> None:
-    """Give torchtitan the environment that torchrun would."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-    torch.set_num_threads(1)
 
 
 def change(config: Any, changes: dict[str, Any]) -> None:
@@ -147,11 +139,6 @@ def write_text(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
 
 
-def build(config: Any) -> Any:
-    """The trainer of a configuration."""
-    return config.build()
-
-
 def record(trainer: Any) -> Results:
     """Collect what a trainer logs."""
     results, processor = Results(), trainer.metrics_processor
@@ -189,7 +176,7 @@ def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def train(config: Any) -> Results:
     """Run a trainer from its configuration to its end."""
-    trainer = build(config)
+    trainer = config.build()
     results = record(trainer)
     trainer.train()
     results.weights = whole_weights(trainer)

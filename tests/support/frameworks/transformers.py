@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers")
 
@@ -62,14 +60,6 @@ def arguments(directory: Path, kind: type, **options: Any) -> Any:
         "disable_tqdm": True, "dataloader_pin_memory": False, "warmup_steps": 2, "seed": 3,
     }  # fmt: skip
     return kind(output_dir=str(directory), **{**defaults, **options})
-
-
-def join() -> None:
-    """Give accelerate the environment that torchrun would."""
-    os.environ |= {
-        "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
-    }  # fmt: skip
 
 
 def assert_alike(got: Results, want: Results) -> None:

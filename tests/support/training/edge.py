@@ -62,6 +62,14 @@ def build(model_class: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model_class()
 
 
+def alone(model_class: Callable[[], nn.Module], steps: Iterable[int], micro_batches: int = 1) -> nn.Module:
+    """The model after training by plain torch and AdamW on the data of four ranks."""
+    model = build(model_class)
+    optim = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train_alone(model, optim, steps=steps, micro_batches=micro_batches, world=4)
+    return model
+
+
 def samples(step: int, num_micro_batches: int, world: int) -> torch.Tensor:
     """One step's data, ``[micro-batch, rank, 3, WIDTH]``, fp32."""
     generator = torch.Generator().manual_seed(100 + step)

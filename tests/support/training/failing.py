@@ -44,9 +44,9 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def train(toml: str, fail_in: int | None, forget: bool = True) -> list[float]:
+def train(plan: Plan, fail_in: int | None, forget: bool = True) -> list[float]:
     torch.default_generator.manual_seed(0)
-    model = tw.shard(Model(), Plan.from_toml(toml))
+    model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     for part in runtime(model).reducer.parts:
         part.owned.values.fill_(float("nan"))  # its content is undefined while it is empty

@@ -29,16 +29,10 @@ def optimizer_of(name: str) -> tuple[type[torch.optim.Optimizer], Fields]:
     }[name]
 
 
-def whole(model: nn.Module) -> list[torch.Tensor]:
-    with tw.full_parameters(model):
-        return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def start(toml: str, inner: str = "adamw") -> tuple[tw.Plan, nn.Module, torch.optim.Optimizer]:
-    plan = tw.Plan.from_toml(toml)
+def start(plan: tw.Plan, inner: str = "adamw") -> tuple[nn.Module, tw.ShardedOptimizer]:
     model = tw.shard(build(seed=3), plan)
     kind, options = optimizer_of(inner)
-    return plan, model, tw.optimizer(model, kind, **options)
+    return model, tw.optimizer(model, kind, **options)
 
 
 def go_on(plan: tw.Plan, model: nn.Module, optimizer: Any, first: int, last: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,10 +126,9 @@ def freeze(model: Model) -> Model:
     return model
 
 
-def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
+def follow(plan: Plan, num_micro_batches: int) -> tuple[int, int]:
     """Train four steps on this rank and hold the last against the program; operations and bytes of it. Most of the
     model is frozen where the plan keeps what is frozen encoded."""
-    plan = Plan.from_toml(plan_toml)
     torch.default_generator.manual_seed(0)
     return hold(Model() if plan.frozen.storage.is_none else freeze(Model()), plan, num_micro_batches)
 
@@ -158,7 +158,7 @@ def hold(model: nn.Module, plan: Plan, num_micro_batches: int) -> tuple[int, int
     return len(program.operations), sum(record.sent for record in records)
 
 
-def follow_many(plans: list[str], num_micro_batches: int) -> list[tuple[int, int]]:
+def follow_many(plans: Sequence[Plan], num_micro_batches: int) -> list[tuple[int, int]]:
     return [follow(plan, num_micro_batches) for plan in plans]
 
 
