@@ -91,7 +91,7 @@ class ShareUpdate:
             See :meth:`perform`.
         """
         self._reducer.join()
-        batches, may_wait = self._programs.updates(), spreads and self._may_wait
+        batches, may_wait = self._programs.updates, spreads and self._may_wait
         if at_once or not self._by_unit:
             batches, may_wait = [tuple(unit for batch in batches for unit in batch)], False
         steps = _Batches(
@@ -100,7 +100,7 @@ class ShareUpdate:
             self._used,
             self._reducer,
             self._spreads,
-            together=tuple(self._programs.spreads()) if spreads else None,
+            together=tuple(self._programs.spreads) if spreads else None,
             may_wait=may_wait,
         )
         host.update(batches, steps)
@@ -132,7 +132,7 @@ class ShareUpdate:
         self._reducer.join()
         self.forget_gradients()
         trained = self._order()
-        for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+        for units in self._programs.spreads or ([(u,) for u in trained] if self._copies else [(*trained,)]):
             self._update_units(units)
             self._spreads.start_batch(units)
         if not self._copies:
@@ -164,7 +164,7 @@ class ShareUpdate:
 
     def _order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""
-        return [unit for unit in self._programs.update_order() if unit in self._reducer.gradients]
+        return [unit for unit in self._programs.update_order if unit in self._reducer.gradients]
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """Set the gradients that the optimizer reads, in the dtype of the masters.

@@ -107,7 +107,7 @@ class Spreads:
             exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
             only: Numbers of the units to spread, the same on every rank; all by default.
         """
-        for batch in self._programs.spreads():
+        for batch in self._programs.spreads:
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)
         if self._on_host:
@@ -130,7 +130,7 @@ class Spreads:
             only: See :meth:`start`.
             after: Tickets of what must end first.
         """
-        operations = self._programs.spreads().get(batch, ())
+        operations = self._programs.spreads.get(batch, ())
         for operation, _ in operations:
             if len(batch) > 1:
                 self._start_together(operation, only, after)
