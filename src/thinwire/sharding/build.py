@@ -52,7 +52,7 @@ from thinwire.sharding.params.plan_codecs import (
     check_exclusions,
 )
 from thinwire.sharding.params.seeds import Seeds, StepCounter
-from thinwire.sharding.runtime.runtime import Runtime, attach
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.unfreezing import unfreeze, widen
 from thinwire.spec import Plan
@@ -291,7 +291,7 @@ def _units(
 def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
-    attach(sharded.model, runtime)
+    object.__setattr__(sharded.model, RUNTIME, runtime)
     if (masters := runtime.masters) is not None:
         masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
     undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)

@@ -80,15 +80,15 @@ class _Part:
 
     def update(self) -> None:
         """Let the average follow the weights."""
-        self._runtime.refuse("average.update()")
+        self._runtime.holds.refuse("average.update()")
         if self._sharded.plan.residence.streams_states:
             self._spreads.join()  # their new values may be on their way to the host
         self.means.update()  # beside spreads: in this rank's piece they leave what is there
 
     def refuse_to_apply(self) -> None:
         """Raise if the model may not change its weights now."""
-        self._runtime.refuse(APPLIED)
-        if self._runtime.is_inside:
+        self._runtime.holds.refuse(APPLIED)
+        if self._runtime.passes.is_inside():
             raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
 
     @contextlib.contextmanager
@@ -122,8 +122,8 @@ class _Part:
 
 def refuse_average(runtime: Runtime, action: str) -> None:
     """Refuse an action while a model computes with its average, but not in other blocks for reading."""
-    if APPLIED in runtime.blocks:
-        runtime.refuse(action)
+    if APPLIED in runtime.holds.blocks:
+        runtime.holds.refuse(action)
 
 
 def average(model: nn.Module, *, decay: float | None = None, window: int | None = None) -> Average:
