@@ -53,7 +53,7 @@ def install(
     undo: list[Callable[[], None]] = []
     model = sharded.model
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    views: list[_ViewedOutput] = []  # outputs of the current forward
+    views: list[_View] = []  # outputs of the current forward
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     for unit in sharded.units:
         _hook_unit(unit, sharded, passes, gathered, views, undo)
@@ -146,9 +146,7 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(
-    sharded: ShardedModel, passes: Passes, views: list[_ViewedOutput], undo: list[Callable[[], None]]
-) -> None:
+def _hook_forward(sharded: ShardedModel, passes: Passes, views: list[_View], undo: list[Callable[[], None]]) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
@@ -185,7 +183,7 @@ def _hook_unit(
     sharded: ShardedModel,
     passes: Passes,
     gathered: frozenset[int],
-    views: list[_ViewedOutput],
+    views: list[_View],
     undo: list[Callable[[], None]],
 ) -> None:
     index, home, audit = unit.index, sharded.lanes.home, passes.audit
@@ -276,30 +274,16 @@ class _InputGradientOf:
             self._passes.post_backward(self._index)
 
 
-class _ViewedOutput:
-    """An output that is a view. A change in place puts a node into the graph that calls the one below by itself, past
-    the hooks of that one.
-
-    Args:
-        view: The output.
-        enter: What its hook calls.
-    """
-
-    def __init__(self, view: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> None:
-        self._base, self._enter = view._base, enter
-        self._version = view._version
-
-    def follow(self) -> None:
-        """Hook the node that a change in place has put into the graph, if there is one."""
-        base = self._base
-        if base is not None and base._version != self._version and base.grad_fn is not None:
-            base.register_hook(self._enter)
+_View = tuple[torch.Tensor, int, Callable[[torch.Tensor], None]]
+"""An output that is a view: its base, the version that it had, and what its hook calls."""
 
 
-def _follow(views: list[_ViewedOutput]) -> None:
-    """End a forward, which has changed its views by now."""
-    for view in views:
-        view.follow()
+def _follow(views: list[_View]) -> None:
+    """End a forward, which has changed its views by now. A change in place puts a node into the graph that calls the
+    one below by itself, past the hooks of that one: hook it as well."""
+    for base, version, enter in views:
+        if base._version != version and base.grad_fn is not None:
+            base.register_hook(enter)
     views.clear()
 
 
@@ -313,7 +297,7 @@ def _announce_backward(
     unit: Unit,
     sources: Sequence[torch.Tensor],
     output: Any,
-    views: list[_ViewedOutput],
+    views: list[_View],
 ) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
@@ -350,8 +334,8 @@ def _announce_backward(
         followers: list[Callable[[Any], None]] = []
         tensor.register_hook(functools.partial(enter, followers=followers))
         setattr(tensor, _FOLLOWERS, followers)
-        if tensor._is_view() and not recomputing():
-            views.append(_ViewedOutput(tensor, functools.partial(enter, followers=followers)))
+        if (base := tensor._base) is not None and not recomputing():
+            views.append((base, tensor._version, functools.partial(enter, followers=followers)))
     if stays:
         return True
     for tensor in inner:
@@ -366,27 +350,20 @@ def _announce_backward(
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:
-    """Copy an output that is a parameter or a view of one, because it outlives the unit's gathered memory.
+    """Copy an output that is a parameter or a view of one, because it outlives the unit's memory; ``gathered`` are
+    identities of the gathered storages of all units."""
 
-    Args:
-        output: Output of a unit's forward.
-        gathered: Identities of the gathered storages of all units.
-    """
-
-    def is_gathered(tensor: torch.Tensor) -> bool:
-        return _has_storage(tensor) and tensor.untyped_storage()._cdata in gathered
+    def is_gathered(tensor: Any) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            and not is_traceable_wrapper_subclass(tensor)
+            and tensor.untyped_storage()._cdata in gathered
+        )
 
     if not any(map(is_gathered, tensors_in(output))):
         return output
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
-    )
 
 
 def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:

@@ -158,8 +158,8 @@ class ShareUpdate:
     def _write_back(self, units: Sequence[int]) -> None:
         """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
         them stay valid."""
-        used, trained = self._used, self._spreads.trained
-        only = None if used.all_used else {unit: used.among(unit, trained(unit)) for unit in units}
+        used, of_model = self._used, self._spreads.units
+        only = None if used.all_used else {unit: used.among(unit, of_model[unit].trained) for unit in units}
         self._spreads.write_back(units, only=only)
 
     def _order(self) -> Sequence[int]:
@@ -216,7 +216,7 @@ class _Batches:
         if not used.all_used:
             everything = itertools.chain.from_iterable(fragments.values())
             self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
-            self._only = {unit: used.among(unit, spreads.trained(unit)) for unit in reducer.gradients}
+            self._only = {unit: used.among(unit, spreads.units[unit].trained) for unit in reducer.gradients}
         # A batch that is under way on a device holds the flag by which its update is skipped.
         self._found_inf = vars(owned.optimizer).get("found_inf")
 
@@ -225,7 +225,8 @@ class _Batches:
 
     def expect(self, units: Sequence[int], updated: Ticket, take: Callable[[], None]) -> None:
         self._reducer.expect(updated, units)
-        self._spreads.expect_update(units, take)
+        for unit in units:
+            self._spreads.units[unit].expect_update(take)
 
     def prepare(self, units: Sequence[int]) -> None:
         self._spreads.visit(units)
@@ -250,7 +251,8 @@ class _Batches:
                 self._spreads.start_batch(batch, after=after)
         if updated is not None:
             self._reducer.expect(updated, units)
-            self._spreads.expect(updated, units)
+            for unit in units:
+                self._spreads.units[unit].expect_spread(updated)
         if self._together is not None:
             self._spreads.send_home(units, after)
-        return self._spreads.tickets(units)
+        return [ticket for unit in units for ticket in self._spreads.units[unit].spreads]

@@ -225,7 +225,7 @@ class Runtime:
         """Scale the gradients so that the norm of the whole model is at most ``max_norm``; see
         :meth:`StepCheck.clip_gradients`."""
         if self.step_check.clip_gradients(norm, max_norm) and self.gradients is not None:
-            self.gradients.norms.forget()
+            self.gradients.forget_norms()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -275,24 +275,17 @@ class Runtime:
         self._begin_next(step, updated=updated, only=only)
 
     def _begin_next(self, step: int, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
-        """Spread updated P shards and begin the next step.
-
-        Args:
-            step: Number of optimizer steps taken now.
-            updated: Whether parameters have new values.
-            exactly: See :meth:`Spreads.start`.
-            only: See :meth:`Spreads.start`.
-        """
+        """Spread updated P shards, as :meth:`Spreads.start` does, and begin the next step; ``step`` are taken now."""
         self.sharded.steps.taken = step - 1  # the spread belongs to the step that ends
         if updated:
             self.holds.end_step()
             self.spreads.start(exactly=exactly, only=only)
         self.sharded.steps.taken = step
         self.holds.release_reads()
-        self.passes.state.end_step()
+        self.passes.state.had_backward = self.passes.state.waits_for_backward = False
         self.audit.begin_step(step)
         self.schedule.abandon()
-        self.step_check.forget()
+        self.step_check.result = None
 
     def enter_islands(self, optimizer: InnerOptimizer | None, island: int, lighthouse: str) -> int:
         """See :func:`thinwire.enter_islands`."""

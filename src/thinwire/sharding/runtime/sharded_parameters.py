@@ -44,11 +44,6 @@ def forget_share(compute: torch.Tensor) -> None:
 class ShardedParameters:
     """The parameters of one model, as share tensors.
 
-    Args:
-        sharded: The model.
-        masters: Its masters.
-        gradients: Its gradients.
-
     Attributes:
         parameters: Share of each parameter, by name, in the order of units.
     """
@@ -160,8 +155,7 @@ class ShardedParameters:
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
-            self._gradients.norms.shares.append(share)
-            self._gradients.hooks.append((share, live.hooks))
+            self._gradients.trained.append((share, live.hooks))
         if is_packed(live.compute_tensor):  # a state dict has its scales beside its codes
             vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share

@@ -15,11 +15,12 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import gather_rows
+from thinwire.sharding.tensors.spec import Holders
 
 _ROW: Final[Typed[tuple[int, bool, dict[str, tuple[int, int]]]]] = Typed(tuple[int, bool, dict[str, tuple[int, int]]])
 
 
-class ModelHolders:
+class ModelHolders(Holders):
     """The data-parallel ranks of one model, as holders of the pieces of its parameters.
 
     Args:
@@ -27,9 +28,6 @@ class ModelHolders:
         spans: For each parameter, the first element and the number of elements on this rank.
         trained: Whether the parameters are trained ones, which are cut like the optimizer's shares. Frozen parameters
             are cut like P.
-
-    Attributes:
-        pieces: Number of distinct pieces of each parameter.
     """
 
     def __init__(self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool) -> None:
@@ -45,14 +43,12 @@ class ModelHolders:
         self._control = control(sharded.part.data.ranks)
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         if self.pieces == 1:
             return partial.double().reshape(1, -1)
         rows = gather_rows(self._summing, partial.to(self._device, torch.float64))
         return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         everyones = self._table()
         # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
@@ -72,12 +68,10 @@ class ModelHolders:
         return result.to(piece.device)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
         return gather_rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         return gather_rows(self._group, values)[0].contiguous()
 
     @functools.cached_property

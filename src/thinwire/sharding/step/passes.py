@@ -87,10 +87,6 @@ class PassState:
             unit.opened(True)
             self._opened.append(unit)
 
-    def end_step(self) -> None:
-        """Forget the passes of a step that was taken."""
-        self.had_backward = self.waits_for_backward = False
-
 
 class Delivery(Protocol):
     """What takes the gradients of one unit's trained parameters from autograd."""
@@ -223,7 +219,7 @@ class Passes:
         call no hooks that would gather it again."""
         with temporarily_clear_interpreter_stack():  # a transform refuses writes to tensors from outside of it
             for unit in self._units:
-                self.holds.read(unit.index)
+                self.holds.reads.add(unit.index)
                 unit.need(from_secondary=False)
         self.holds.depth += 1
         self._is_transformed = True
@@ -533,5 +529,5 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
         elif self.state.present is Pass.FORWARD or recomputing():
-            self.holds.read(index)
+            self.holds.reads.add(index)
             unit.need(from_secondary=self.evaluates_from_secondary)

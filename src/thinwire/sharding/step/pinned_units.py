@@ -61,10 +61,6 @@ class Holds:
             if unit.index not in keep and unit.state is not State.SHARDED:
                 self.free(unit.index)
 
-    def read(self, index: int) -> None:
-        """Hold a unit that is read outside its forward."""
-        self.reads.add(index)
-
     def release_reads(self, *, free: bool = False) -> None:
         """Release the units that were read outside their forward.
 

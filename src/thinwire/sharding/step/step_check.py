@@ -256,10 +256,6 @@ class StepCheck:
         self.used.begin_backward()
         self.result = None
 
-    def forget(self) -> None:
-        """Drop the agreement at the end of a step."""
-        self.result = None
-
     def forget_gradients(self) -> None:
         """Record that no parameter has a gradient any more."""
         self.used.forget()
