@@ -46,11 +46,7 @@ from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import GatherLink
 from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.plan_codecs import (
-    PlanCodecs,
-    agreed_codecs,
-    check_exclusions,
-)
+from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs, check_exclusions
 from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.sharding.runtime.runtime import RUNTIME, Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel

@@ -84,7 +84,7 @@ class _Table(dict[str, Any]):
             super().__setitem__(name, entry.compute)
         elif isinstance(value, nn.Parameter) or value is None:
             raise UsageError(
-                f"{self._name(name)} = another parameter: the model is sharded, and the new parameter would never "
+                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never "
                 "train. Replace it before thinwire.shard, or write to this one with copy_()"
             )
         else:
@@ -93,8 +93,8 @@ class _Table(dict[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name in self._entries:
             raise UsageError(
-                f"{self._name(name)} cannot be taken out of its module, as pruning and parametrizations do: the "
-                "model is sharded. Do it before thinwire.shard"
+                f"{self._entries[name].name} cannot be taken out of its module, as pruning and parametrizations do: "
+                "the model is sharded. Do it before thinwire.shard"
             )
         super().__delitem__(name)
 
@@ -103,9 +103,6 @@ class _Table(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
-
-    def _name(self, name: str) -> str:
-        return self._entries[name].name
 
     def stored(self) -> dict[str, Any]:
         """A plain dict of the tensors that modules compute with."""

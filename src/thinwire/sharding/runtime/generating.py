@@ -214,7 +214,7 @@ def _laid(runtime: Runtime, units: Sequence[Unit], kept: Kept, present: set[int]
             stack.enter_context(_encoded(units))
         elif kept is Kept.SECONDARY:
             stack.enter_context(_secondary(runtime.sharded, runtime.passes, units))
-        if units and kept.exchanges and hasattr(model, "generate") and _is_whole_job(runtime.data_ranks):
+        if units and kept.exchanges and hasattr(model, "generate") and runtime.data_ranks.size == dist.get_world_size():
             stack.enter_context(_in_step(model))
         yield
 
@@ -262,10 +262,6 @@ def _secondary(sharded: ShardedModel, passes: Passes, units: Sequence[Unit]) -> 
             if lent is not None:
                 unit.free()
                 unit.lend_secondary(None)
-
-
-def _is_whole_job(ranks: Control) -> bool:
-    return ranks.size == dist.get_world_size()
 
 
 @contextlib.contextmanager
