@@ -247,13 +247,8 @@ def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
     """Whether a parameter is never encoded. Always false if the plan has no codecs, because then no parameter needs a
     separate buffer.
 
-    It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it: encoded beside what else
-    each of them holds, their copies would drift apart.
-
-    Args:
-        plan: The plan.
-        name: Name of the parameter.
-        is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
+    It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it (``is_whole``): encoded
+    beside what else each of them holds, their copies would drift apart.
     """
     shared = is_whole and plan.tp > 1
     if not shared and not _is_listed(plan, name):

@@ -86,19 +86,9 @@ def build(
     device: torch.device | None = None,
     members: tuple[int, ...] | None = None,
 ) -> Runtime:
-    """Shard a model in place; see :func:`thinwire.sharding.api.shard`.
-
-    Args:
-        model: The model.
-        plan: The plan.
-        selection: Selection of the units.
-        sync_initial: Whether to start from the first rank's values.
-        codec_backend: Backend of all codecs; default: the device's own.
-        part: Part of a larger model; by default, all ranks train the whole model.
-        values: Initial values of a model on the meta device.
-        device: Target device of a model on the meta device.
-        members: Global ranks that train the model, in the order of the plan's mesh; ``None`` for all ranks of the job.
-    """
+    """Shard a model in place; see :func:`thinwire.sharding.api.shard`. ``part`` is the part of a larger model, by
+    default all of it, and ``members`` are global ranks in the order of the plan's mesh, by default all ranks of the
+    job."""
     is_whole = part is None
     if part is None:
         own = groups.control(members)

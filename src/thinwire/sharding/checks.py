@@ -102,10 +102,6 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
 def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
     """Refuse a residence on the host that a node has no memory for, before any is taken.
 
-    Args:
-        plan: The plan.
-        units: Units of the model, with the shares of any rank.
-
     Raises:
         UsageError: What the node's ranks keep there is larger than its free memory.
     """

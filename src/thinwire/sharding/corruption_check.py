@@ -54,12 +54,8 @@ class Disagreement:
 
 
 def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
-    """The sums of everything on this rank of which another rank may hold a replica.
-
-    Args:
-        runtime: Runtime of the model, after a backward.
-        fragments: What this rank updates.
-    """
+    """The sums of everything on this rank of which another rank may hold a replica, after a backward; ``fragments`` are
+    what this rank updates."""
     runtime.join()
     found: Sums = {}
     sharded = runtime.sharded

@@ -35,12 +35,6 @@ def join_parts(
     """Turn the sharded parts of a model back into plain modules, so that the model can be sharded as a whole.
     Collective.
 
-    Args:
-        model: The model.
-        plan: Plan of the model.
-        units: Units that the user has chosen, or ``None``.
-        members: Global ranks that train the model; ``None`` for all ranks of the job.
-
     Returns:
         The units of the model: the parts, unless the user has chosen units. And its plan, with the exceptions of parts.
 

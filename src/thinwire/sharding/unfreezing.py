@@ -37,11 +37,8 @@ _NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 
 def unfreeze(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters masters and gradients, because they are to be trained. Collective.
-
-    Args:
-        runtime: Runtime of the model.
-        names: Names of the parameters; others of their buffers get masters and gradients as well.
+    """Give frozen parameters with these names masters and gradients, because they are to be trained; others of their
+    buffers get them as well. Collective.
 
     Raises:
         UsageError: The model is inside a pass, or its plan or the parameters do not allow it.
@@ -62,13 +59,9 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
 
 
 def widen(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters masters, because they are to be updated in place; the first rank warns where they cannot
-    have any. Collective.
-
-    Args:
-        runtime: Runtime of the model.
-        names: Names of parameters whose buffers are narrow; see
-            :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`.
+    """Give frozen parameters with these names, whose buffers are narrow (see
+    :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`), masters, because they are to be updated in place; the
+    first rank warns where they cannot have any. Collective.
 
     Raises:
         UsageError: The model is inside a pass.

@@ -52,12 +52,7 @@ T = TypeVar("T")
 
 
 def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
-    """Read a checkpoint; see :func:`thinwire.load`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-    """
+    """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
     ranks = savers(parts)
     finish_save(ranks)
     for model, _ in parts:

@@ -28,11 +28,8 @@ def stored(key: str) -> str:
 
 
 def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
-    """A checkpoint's manifest as if the checkpoint had been saved from a model with these names.
-
-    Args:
-        names: Names of the model's parameters and buffers.
-        manifest: The manifest; those of thinwire 0.2 have names with wrappers.
+    """A checkpoint's manifest as if the checkpoint had been saved from a model with these names; those of thinwire 0.2
+    have names with wrappers.
 
     Returns:
         The manifest, and by each of its keys of vectors the key that the files have.

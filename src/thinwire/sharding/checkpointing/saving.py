@@ -72,14 +72,8 @@ def save(
     *,
     frozen: str | Path | None = None,
 ) -> None:
-    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-        extra: Further JSON values to save.
-        frozen: See :func:`thinwire.save`.
-    """
+    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`. Every rank has the
+    same number of parts."""
     ranks = savers(parts)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, extra)
@@ -150,10 +144,8 @@ def _refuse_beside_hanging(path: Path, ranks: Control) -> None:
 
 
 def finish_save(ranks: Control | None = None) -> None:
-    """Wait until no checkpoint is being written in the background. Collective.
-
-    Args:
-        ranks: The ranks that save together; default: all ranks of the job.
+    """Wait until no checkpoint of these ranks, by default all of the job, is being written in the background.
+    Collective.
 
     Raises:
         CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.

@@ -64,11 +64,7 @@ class FragmentStates(Protocol):
         """What is kept for a fragment."""
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
-        """Allocate missing state; returns the fragments that had none.
-
-        Args:
-            names: Names of the parameters that have state in a checkpoint.
-        """
+        """Allocate missing state of the parameters with these names; returns the fragments that had none."""
 
     def take(self) -> None:
         """Give the states, which were loaded, to the optimizers."""
@@ -76,10 +72,6 @@ class FragmentStates(Protocol):
 
 def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None:
     """The states of a model's optimizers, as checkpoints hold them.
-
-    Args:
-        model: A sharded model.
-        optimizers: Its optimizer, or several: of :func:`thinwire.optimizer`, or made from ``model.parameters()``.
 
     Raises:
         UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
@@ -95,10 +87,6 @@ def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None
 class ShareStates:
     """The states of optimizers over shares, as far as they are of one model's. Each state lies in the same memory as in
     its optimizer.
-
-    Args:
-        model: A sharded model.
-        optimizers: Optimizers that were made from its parameters.
 
     Raises:
         UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.

@@ -39,13 +39,7 @@ def install(
     shares: Mapping[str, ShardedParameter] | None,
     join_spreads: Callable[[], None],
 ) -> list[Callable[[], None]]:
-    """Hook every unit of a model, and the root.
-
-    Args:
-        sharded: The model.
-        passes: Receives the events.
-        shares: Shares of its parameters, by name; ``None`` for a part of a larger model.
-        join_spreads: Waits until every unit's parameters are up to date.
+    """Hook every unit of a model, and the root. A part of a larger model has no ``shares``.
 
     Returns:
         Functions that remove the hooks; call them in reverse order.
@@ -92,12 +86,7 @@ def hook_gradients(unit: Unit, sharded: ShardedModel, passes: Passes) -> Callabl
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method to run like the forward of a sharded model, including hooks. Calls inside a pass run unchanged.
-
-    Args:
-        model: The model.
-        method: Bound method of the model.
-    """
+    """Wrap a bound method of a model to run like its forward, including hooks. Calls inside a pass run unchanged."""
     passes = runtime_of(model).passes
 
     @functools.wraps(method)

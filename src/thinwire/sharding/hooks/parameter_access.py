@@ -48,12 +48,7 @@ class _Table(dict[str, Any]):
     """A module's parameters by name. It stores the tensors that modules compute with.
 
     A table is closed or open, which its class says: a reader of an open one gets what is stored, at the speed of a
-    dict.
-
-    Args:
-        table: All parameters of the module.
-        entries: Entries of the parameters that belong to units.
-        passes: Passes of the model.
+    dict. ``entries`` are those of the parameters that belong to units.
     """
 
     def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
@@ -161,13 +156,7 @@ def refuse_copy(*_: Any) -> NoReturn:
 def watch_reads(
     model: nn.Module, units: Sequence[Unit], shares: Mapping[str, ShardedParameter], passes: Passes
 ) -> list[Callable[[], None]]:
-    """Replace the table of parameters in every module of a model.
-
-    Args:
-        model: The model.
-        units: Its units.
-        shares: Shares of its parameters, by name; none for a part of a larger model.
-        passes: Receives the events of its passes.
+    """Replace the table of parameters in every module of a model. A part of a larger model has no ``shares``.
 
     Returns:
         Functions that put the tables of torch back.

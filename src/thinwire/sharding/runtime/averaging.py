@@ -18,13 +18,7 @@ APPLIED: Final = "average.applied()"
 
 
 class Average:
-    """An average of the weights of a sharded model; made by :func:`average`.
-
-    Args:
-        runtimes: Runtimes of the model's parts.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
+    """An average of the weights of a sharded model, which may have several parts; made by :func:`average`."""
 
     def __init__(self, runtimes: Sequence[Runtime], decay: float | None, window: int | None) -> None:
         self._parts = [_Part(runtime, decay, window or 1) for runtime in runtimes]
@@ -65,13 +59,7 @@ class Average:
 
 
 class _Part:
-    """The average of one part of the model.
-
-    Args:
-        runtime: Runtime of the part, which gets the average.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
+    """The average of one part of the model; its runtime gets it."""
 
     def __init__(self, runtime: Runtime, decay: float | None, window: int) -> None:
         runtime.join_spreads()
@@ -155,13 +143,7 @@ def average(model: nn.Module, *, decay: float | None = None, window: int | None 
 
 
 def average_of(runtimes: Sequence[Runtime], *, decay: float | None = None, window: int | None = None) -> Average:
-    """The same for the runtimes of a model's parts.
-
-    Args:
-        runtimes: Runtimes of the parts.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
+    """The same for the runtimes of a model's parts."""
     if (decay is None) == (window is None):
         raise UsageError(f"average(decay={decay}, window={window}): give one of them, decay = 0.999 or window = 100")
     if decay is not None and not 0 <= decay < 1:

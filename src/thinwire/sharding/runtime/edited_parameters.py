@@ -18,12 +18,7 @@ _NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 
 class Written:
-    """Detects changes of gathered parameters, and carries them into the masters.
-
-    Args:
-        sharded: A model whose parameters have just been gathered.
-        shares: Shares of its parameters, by name.
-    """
+    """Detects changes of parameters, which have just been gathered, and carries them into the masters."""
 
     def __init__(self, sharded: ShardedModel, shares: Mapping[str, ShardedParameter]) -> None:
         self._sharded, self._shares = sharded, shares
@@ -32,9 +27,6 @@ class Written:
 
     def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.
-
-        Args:
-            keep: Whether changes are allowed.
 
         Raises:
             UsageError: There are changes, and ``keep`` is false.

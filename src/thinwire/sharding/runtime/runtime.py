@@ -195,9 +195,6 @@ class Runtime:
         """Exchange the order of units, the used parameters and, on request, the norm with the other ranks, unless this
         step is closed already and no gradient has come since.
 
-        Args:
-            measure: Whether to measure the gradient norm.
-
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
             UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
@@ -328,11 +325,8 @@ class Runtime:
         self._begin_next(num_steps, updated=True, exactly=True)
 
     def join_spreads(self, *, settle: bool = True) -> None:
-        """Wait until every unit's parameters are up to date. Collective, if shares were written.
-
-        Args:
-            settle: Whether the host waits as well, so that it can read what lives there.
-        """
+        """Wait until every unit's parameters are up to date; to ``settle``, the host waits as well, so that it can read
+        what lives there. Collective, if shares were written."""
         if self.masters is not None:
             self.masters.flush()
         self.spreads.join(settle=settle)

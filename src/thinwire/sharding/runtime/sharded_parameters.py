@@ -64,12 +64,8 @@ class ShardedParameters:
                     self._place_frozen(unit, buffer, frozen, spans)
 
     def train(self, buffers: Iterable[tuple[Unit, FlatBuffer, UnitGradient]], owned: Iterable[OwnedFragment]) -> None:
-        """Let the shares of frozen parameters be those of trained ones, which have got masters.
-
-        Args:
-            buffers: Their buffers, with the units and the gradients.
-            owned: This rank's fragments of them.
-        """
+        """Let the shares of frozen parameters, whose buffers have got masters, be those of trained ones. Of them, this
+        rank has the ``owned`` fragments."""
         spans: dict[str, tuple[int, int]] = {}
         holders, fragments = ModelHolders(self._sharded, spans, trained=True), _by_name(owned)
         for unit, buffer, part in buffers:

@@ -170,10 +170,7 @@ class LossScale:
 
 
 def checked_state(state: Any) -> Mapping[str, Any] | None:
-    """Check the state of a loss scale in a checkpoint.
-
-    Args:
-        state: Result of :meth:`LossScale.state`, or ``None`` if the checkpoint has none.
+    """Check the state of a loss scale in a checkpoint, which may have none.
 
     Raises:
         CheckpointError: It is corrupt.

@@ -98,15 +98,8 @@ class Spreads:
         only: Set[int] | None = None,
         after: Sequence[Ticket] = (),
     ) -> None:
-        """Start spreading the P shards of units that travel together; see :meth:`start`. Ranks start batches in the
-        same order.
-
-        Args:
-            batch: Numbers of the units.
-            exactly: See :meth:`start`.
-            only: See :meth:`start`.
-            after: Tickets of what must end first.
-        """
+        """Start spreading the P shards of units that travel together, once ``after`` has ended; see :meth:`start`.
+        Ranks start batches in the same order."""
         operations = self._programs.spreads.get(batch, ())
         for operation, _ in operations:
             if len(batch) > 1:
@@ -137,12 +130,8 @@ class Spreads:
             self._sharded.lanes.submit(HostLane.UP, come_up).wait()
 
     def send_home(self, indices: Iterable[int], after: Sequence[Ticket] = ()) -> None:
-        """Let new values of P shards that live on the host go down, once those of several units before have.
-
-        Args:
-            indices: Numbers of the units, whose spreads have begun.
-            after: Tickets of their updates.
-        """
+        """Let new values of P shards that live on the host go down, once those of several units before have. Their
+        spreads have begun; ``after`` are tickets of their updates."""
         units = self.units
         self._leaving += [unit for unit in (units[index] for index in indices) if unit.send_home(after)]
         while len(self._leaving) > LEAVING:
@@ -177,11 +166,8 @@ class Spreads:
         )
 
     def join(self, *, settle: bool = True) -> None:
-        """Wait until every unit's parameters are up to date, and its P shard may be written.
-
-        Args:
-            settle: Whether the host waits as well, so that it can read what lives there.
-        """
+        """Wait until every unit's parameters are up to date, and its P shard may be written; to ``settle``, the host
+        waits as well, so that it can read what lives there."""
         for unit in self.units:
             unit.release_shard()
         if settle:

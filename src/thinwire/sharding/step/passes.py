@@ -45,9 +45,6 @@ class Pass(enum.Enum):
 class PassState:
     """The state of a model's passes.
 
-    Args:
-        num_units: Number of units in the model.
-
     Attributes:
         present: The pass that the model is in. A plain attribute, because every hook reads it; :meth:`enter` sets it.
         inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
@@ -105,11 +102,6 @@ class Passes:
     """The passes of one model.
 
     Args:
-        sharded: The model.
-        schedule: Cursor in the model's program.
-        reducer: Reducer of the model's gradients.
-        step_check: Exchanges of the model's steps.
-        holds: Frees the model's units.
         before_computing: Called before parameters are used for computation.
         after_last: Called after a step's last backward.
 
@@ -314,12 +306,8 @@ class Passes:
         unit.need(from_secondary=second)
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
-        """Handle the end of a unit's forward.
-
-        Args:
-            index: Number of the unit.
-            will_hear: Whether a hook on the unit's outputs will report its backward.
-        """
+        """Handle the end of a unit's forward. ``will_hear``: whether a hook on the unit's outputs will report its
+        backward."""
         if self.holds.depth or recomputing():
             return
         unit, state, moment = self._units[index], self.state, self._ends[index]
@@ -353,12 +341,8 @@ class Passes:
             self.leave_forward()
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
-        """Handle a backward that reaches a unit's outputs.
-
-        Args:
-            index: Number of the unit.
-            will_leave: Whether the unit stays open until :meth:`post_backward` or the end of the backward.
-        """
+        """Handle a backward that reaches a unit's outputs. ``will_leave``: whether the unit stays open until
+        :meth:`post_backward` or the end of the backward."""
         if self.state.present is not Pass.BACKWARD:
             self.begin()
         if will_leave:

@@ -65,9 +65,6 @@ class StepResult:
 class UsedGradients:
     """Tracks which trainable parameters have gradients: on this rank and, after an exchange, on any rank.
 
-    Args:
-        infos: Descriptions of the units.
-
     Attributes:
         mine: For each trainable parameter in order, 1 if this rank has a gradient for it, else 0.
         all_used: Whether every parameter is known to have a gradient on some rank.
@@ -114,11 +111,7 @@ class UsedGradients:
         self._anywhere, self.all_used = None, False
 
     def undo_backward(self, lost: Collection[int]) -> None:
-        """Discard the gradients of a backward that failed.
-
-        Args:
-            lost: Units that have lost earlier gradients, too.
-        """
+        """Discard the gradients of a backward that failed; the ``lost`` units have lost earlier ones, too."""
         self.mine[:] = self._before
         for unit in lost:
             first, count = self._first_bit[unit], self._counts[unit]
@@ -138,11 +131,7 @@ class UsedGradients:
             self.all_used = all(self._anywhere)
 
     def learn(self, anywhere: Sequence[bool]) -> None:
-        """Store the result of an exchange.
-
-        Args:
-            anywhere: For each trainable parameter, whether any rank has a gradient.
-        """
+        """Store the result of an exchange: for each trainable parameter, whether any rank has a gradient."""
         self._anywhere, self.all_used = list(anywhere), all(anywhere)
 
     def is_known(self) -> bool:
@@ -155,22 +144,12 @@ class UsedGradients:
         return self._anywhere[self._first_bit[unit] + slot]
 
     def among(self, unit: int, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Identities of a unit's parameters for which :meth:`is_used` holds.
-
-        Args:
-            unit: Number of the unit.
-            parameters: Its trainable parameters, in order.
-        """
+        """Identities of those of a unit's trainable parameters, given in order, for which :meth:`is_used` holds."""
         return frozenset(id(p) for slot, p in enumerate(parameters) if self.is_used(unit, slot))
 
 
 class GradientNorm:
-    """The L2 norm of a model's gradient over all ranks.
-
-    Args:
-        sharded: The model.
-        reducer: Reducer of the model's gradients.
-    """
+    """The L2 norm of a model's gradient over all ranks."""
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
         self._sharded, self._reducer = sharded, reducer
@@ -215,11 +194,6 @@ class GradientNorm:
 
 class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
-
-    Args:
-        sharded: The model.
-        reducer: Reducer of the model's gradients.
-        audit: Detects writes to parameters inside a forward.
 
     Attributes:
         used: Flags of the parameters that have gradients.
@@ -275,10 +249,6 @@ class StepCheck:
 
     def close(self, order_hash: int, backwards: int) -> None:
         """Exchange with the other ranks. Reductions continue in the background.
-
-        Args:
-            order_hash: Hash of this rank's events.
-            backwards: Number of backwards that this rank has run in this step.
 
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
