@@ -193,29 +193,18 @@ def _runtimes_of(model: nn.Module | Sequence[nn.Module]) -> list[Runtime]:
 
 
 def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
-    """The same for the runtimes of a model's parts, which run together.
-
-    Args:
-        runtimes: Runtimes of the parts.
-        batches: Micro-batches of the step.
-    """
-    iterator = iter(batches)
-    try:
-        upcoming = next(iterator)
-    except StopIteration:
+    """The same for the runtimes of a model's parts, which run together."""
+    iterator, missing, number = iter(batches), object(), 0
+    current: Any = next(iterator, missing)
+    if current is missing:
         return
-    number, more = 0, True
     try:
-        while more:
-            current = upcoming
-            try:
-                upcoming = next(iterator)
-            except StopIteration:
-                more = False
+        while current is not missing:
+            upcoming = next(iterator, missing)
             for runtime in runtimes:
-                runtime.schedule.begin_micro_batch(number, last=not more)
+                runtime.schedule.begin_micro_batch(number, last=upcoming is missing)
             yield current
-            number += 1
+            current, number = upcoming, number + 1
     finally:
         for runtime in runtimes:
             runtime.schedule.begin_micro_batch(0, last=True)

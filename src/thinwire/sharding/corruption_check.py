@@ -62,7 +62,8 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
-        place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        pieces = " ".join(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        place = zlib.crc32(pieces.encode())
         if own:
             found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
@@ -112,7 +113,3 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
         words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
         total += int(words.sum(dtype=torch.int64))
     return total
-
-
-def _place(texts: Iterable[str]) -> int:
-    return zlib.crc32(" ".join(texts).encode())

@@ -52,7 +52,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
 )
 from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, shared_pieces, turns_of
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.runtime.averaging import refuse_average
+from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
@@ -182,7 +182,8 @@ def _collect(
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
-        refuse_average(runtime, "save()")
+        if APPLIED in runtime.holds.blocks:  # in other blocks for reading, parameters are what they are saved as
+            runtime.holds.refuse("save()")
     vectors, shared = Vectors(), Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}

@@ -108,12 +108,6 @@ class _Part:
                 self._spreads.start(exactly=True)
 
 
-def refuse_average(runtime: Runtime, action: str) -> None:
-    """Refuse an action while a model computes with its average, but not in other blocks for reading."""
-    if APPLIED in runtime.holds.blocks:
-        runtime.holds.refuse(action)
-
-
 def average(model: nn.Module, *, decay: float | None = None, window: int | None = None) -> Average:
     """Average the weights of a sharded model over its steps. The average is sharded as the fp32 masters are.
 

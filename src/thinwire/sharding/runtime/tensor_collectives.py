@@ -39,7 +39,6 @@ class ModelHolders(Holders):
         self.pieces = params.size * shard.size if trained else params.size
         # If several ranks hold the same piece, one of them contributes it.
         self._speaks = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and (trained or shard.index == 0)
-        self._everyones: list[tuple[bool, Mapping[str, tuple[int, int]]]] | None = None
         self._control = control(sharded.part.data.ranks)
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,7 @@ class ModelHolders(Holders):
         return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        everyones = self._table()
+        everyones = self._table
         # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
         whole = torch.zeros(sum(sizes), dtype=piece.dtype)
@@ -77,12 +76,11 @@ class ModelHolders(Holders):
     @functools.cached_property
     def _speaking(self) -> torch.Tensor:
         """Indices of the ranks that contribute their pieces; together they have each piece once."""
-        indices = [index for index, (speaks, _) in enumerate(self._table()) if speaks]
+        indices = [index for index, (speaks, _) in enumerate(self._table) if speaks]
         return torch.tensor(indices, device=self._device)
 
+    @functools.cached_property
     def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
         """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
-        if self._everyones is None:
-            everyone = self._control.all_gather_typed((self._group.index, self._speaks, dict(self._spans)), _ROW)
-            self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
-        return self._everyones
+        everyone = self._control.all_gather_typed((self._group.index, self._speaks, dict(self._spans)), _ROW)
+        return [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]

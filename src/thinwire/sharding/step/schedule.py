@@ -298,7 +298,7 @@ class Schedule:
         if len(self.forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
         if len(self.order.events) >= MOST_EVENTS:
-            self.order.shorten()
+            self.order.go_on(self.order.value, [])  # a hash instead of a long list
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -402,7 +402,7 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order.reset()
+        self.order.go_on(0, [])
         self.backwards = 0
 
     @contextlib.contextmanager
@@ -416,7 +416,7 @@ class Schedule:
         finally:
             if before == (self.backwards, self.micro_batch):
                 self.forward[:], self._unrecorded[:] = forward, unrecorded
-                self.order.restore(order)
+                self.order.go_on(*order)
                 self._deviated = deviated
 
     # -- what the program says ---------------------------------------------------------------------------------
@@ -461,20 +461,12 @@ class _OrderHash:
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
 
     def saved(self) -> tuple[int, list[Moment]]:
-        """The events so far, for :meth:`restore`."""
+        """The hash of earlier events, and a copy of those since, for :meth:`go_on`."""
         return self._prefix, list(self.events)
 
-    def restore(self, saved: tuple[int, list[Moment]]) -> None:
-        """Forget what came after :meth:`saved`."""
-        self._prefix, self.events = saved
-
-    def shorten(self) -> None:
-        """Replace a long list of events by its hash."""
-        self._prefix, self.events = self.value, []
-
-    def reset(self) -> None:
-        """Forget all events."""
-        self._prefix, self.events = 0, []
+    def go_on(self, prefix: int, events: list[Moment]) -> None:
+        """Go on from the hash of earlier events, 0 for none, and those since."""
+        self._prefix, self.events = prefix, events
 
     @property
     def value(self) -> int:
