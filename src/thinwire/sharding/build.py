@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.collectives import group as groups
-from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.group import Meter
 from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
@@ -95,11 +95,7 @@ def build(
         ranks = own.ranks if members is None else members  # in ascending order, or in the caller's
         part = LocalPart(DataRanks.of(plan, ranks, ranks.index(own.ranks[own.rank])), members=members)
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
-    whose = "the job" if part.members is None else "mesh= or group="
-    cut = part.tensor_ranks > 1
-    modules = _agreed_modules(
-        model, plan, selection, everyone, whole=is_whole, cut=cut, whose=whose, values=values, device=device
-    )
+    modules = _agreed_modules(model, plan, selection, part, whole=is_whole, values=values, device=device)
     device = next((p.device for unit in modules for _, p in unit.parameters), device or torch.device("cpu"))
     if device.type == "cpu":
         give_back_freed_memory()
@@ -168,25 +164,25 @@ def _agreed_modules(
     model: nn.Module,
     plan: Plan,
     selection: Selection,
-    control: Control,
+    part: LocalPart,
     *,
     whole: bool,
-    cut: bool,
-    whose: str,
     values: InitialValues | None,
     device: torch.device | None,
 ) -> list[UnitModules]:
     """Check the plan and the model, find the units, and compare them with the other ranks'. Collective."""
+    everyone = groups.control(part.data.everyone)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
     source = ""
     versions: tuple[str, ...] = ()
     try:
-        check_supported(plan, control.size, whole=whole, whose=whose)
+        whose = "the job" if part.members is None else "mesh= or group="
+        check_supported(plan, everyone.size, whole=whole, whose=whose)
         versions = agreed_codecs(plan)
         if values is not None:
             source = place_on(device, model, values)
-        check_parameters(model, cut=cut)
+        check_parameters(model, cut=part.tensor_ranks > 1)
         if values is None:
             refuse_shared_memory(model)
         check_modules(model, plan)
@@ -194,13 +190,13 @@ def _agreed_modules(
         check_overrides(plan, modules)
         check_input_gradients(plan, model, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
-        if plan.live_bytes is not None:
-            check_live(plan, unit_infos(modules, plan, 0))
-        exchanged_units(plan, unit_infos(modules, plan, 0), 0)
-        check_host_memory(plan, unit_infos(modules, plan, 0))
+        infos = unit_infos(modules, plan, 0)
+        check_live(plan, infos)
+        exchanged_units(plan, infos, 0)
+        check_host_memory(plan, infos)
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
-    check_agreement(plan, model, modules, source, versions, problem, control)
+    check_agreement(plan, model, modules, source, versions, problem, everyone)
     return modules
 
 
