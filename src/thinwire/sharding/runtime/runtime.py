@@ -62,15 +62,7 @@ class Runtime:
 
     Attributes:
         sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
-        programs: Programs of the steps.
-        schedule: Position of the step in the program.
-        reducer: Reduces gradients.
-        passes: Receives the events that hooks report.
-        holds: Keeps gathered parameters that may still be read.
-        spreads: Spreads updated parameters.
         exchanges: Exchanges with other islands; ``None`` without islands.
-        step_check: Exchanges of the steps.
-        audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
         methods: Names of further methods of the model that run like its forward.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.

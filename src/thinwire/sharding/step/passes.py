@@ -106,9 +106,6 @@ class Passes:
         after_last: Called after a step's last backward.
 
     Attributes:
-        state: State of the passes.
-        holds: Frees the model's units.
-        audit: Detects writes to parameters inside a forward.
         root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the
             current pass; ``None`` otherwise.
         encodes_gradients: Whether gradients are encoded in this step; ``None`` if that depends on the progress of

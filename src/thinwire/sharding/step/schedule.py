@@ -89,8 +89,6 @@ class Programs:
     """The programs of one model, each lowered once, and lookup tables for hooks.
 
     Attributes:
-        plan: The plan.
-        infos: Descriptions of the units.
         position: Position in the mesh of the rank that performs the programs.
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
         repeated: Units of the trace that both its forward and its backward need.
@@ -254,7 +252,6 @@ class Schedule:
     """Follows one model through its steps.
 
     Attributes:
-        programs: Programs of the model.
         backwards: Backwards of this step that have ended.
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.

@@ -196,8 +196,6 @@ class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
     Attributes:
-        used: Flags of the parameters that have gradients.
-        audit: Detects writes to parameters inside a forward.
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
         loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
