@@ -113,7 +113,8 @@ def shard(
     groups.enter()
     target = None if device is None else torch.device(device)
     members = groups.ranks_of(mesh, group)
-    plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
+    present = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    plan = order_ranks(plan, groups.control(members), target or present).plan
     units, plan = join_parts(model, plan, units, members)
     added = Additions(model)
     build(
@@ -128,11 +129,6 @@ def shard(
     )
     allow_copies(model, added, units, codec_backend, members)
     return model
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is; the CPU for a model without any."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def optimizer(

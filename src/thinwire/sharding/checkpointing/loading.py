@@ -128,7 +128,12 @@ class _Loading:
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
-        self._give_masters()
+        # Frozen parameters that had masters, such as a mean teacher's, get some.
+        narrow = (buffer for unit in sharded.units for buffer in unit.buffers if buffer.narrows)
+        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
+        names &= manifest.values.get("updated", {}).keys()
+        if names and runtime.masters is not None:
+            runtime.masters.widen(names)
         # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
         self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
         prefix = f"{own_key('optimizer', self._island)}/"
@@ -136,14 +141,6 @@ class _Loading:
         self._new = optim.make_state(self._trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
-
-    def _give_masters(self) -> None:
-        """Give masters to frozen parameters that had some, such as a mean teacher's."""
-        narrow = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.narrows)
-        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
-        names &= self._manifest.values.get("updated", {}).keys()
-        if names and (masters := self._runtime.masters) is not None:
-            masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.

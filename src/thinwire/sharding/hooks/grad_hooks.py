@@ -104,7 +104,10 @@ class Deliveries(Delivery):
             if unit._only is not None:
                 grads: list[Any] = list(map(_gradient_of, unit._parameters))
                 if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
-                    unit._take_each()
+                    # They came in another way than before: take them one by one, from now on.
+                    unit._unsettle()
+                    for number, grad in unit._take():
+                        unit._deliver(number, grad)
                     return
                 for parameter in unit._parameters:
                     parameter.grad = None
@@ -143,12 +146,6 @@ class Deliveries(Delivery):
             self._note_last(slot)
             self._passes.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
             waiting.clear()
-
-    def _take_each(self) -> None:
-        """Take gradients that came in another way than before, one by one, from now on."""
-        self._unsettle()
-        for slot, grad in self._take():
-            self._deliver(slot, grad)
 
     def _take(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Take the gradients that autograd has left, with the numbers of their parameters."""

@@ -298,7 +298,7 @@ class ShareGradients:
 
     def note_set(self, trained: TrainedParameter) -> None:
         """Record that a parameter was given a gradient; called alike on every rank."""
-        self._step_check.set_used(trained.unit, trained.slot, used=True)
+        self._step_check.used.set(trained.unit, trained.slot, used=True)
         self.changed()
 
     def forget(self, trained: TrainedParameter) -> None:
@@ -306,7 +306,7 @@ class ShareGradients:
         self.merge()
         self._reducer.join_unit(trained.unit)
         trained.part.forget(trained.index, trained.owned, trained.shard)
-        self._step_check.set_used(trained.unit, trained.slot, used=False)
+        self._step_check.used.set(trained.unit, trained.slot, used=False)
         self.changed()
 
     def changed(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import struct
@@ -18,7 +17,6 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.params.write_audit import WriteAudit
@@ -172,12 +170,6 @@ class GradientNorm:
         everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
         return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
 
-    @functools.cached_property
-    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
-        """Fragments of parameters that no other tensor-parallel rank holds."""
-        slices = self._sharded.slices
-        return [owned for owned in self._sharded.fragments if slices[owned.fragment.slot.name] is not None]
-
     def _norms_of_units(self) -> list[torch.Tensor]:
         norms, gradients = [], self._reducer.gradients
         if self._sharded.lanes.home.exists:
@@ -188,8 +180,11 @@ class GradientNorm:
         return norms
 
     def _norms_of_fragments(self) -> list[torch.Tensor]:
+        """Of parameters that no other tensor-parallel rank holds."""
         self._reducer.settle()
-        return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
+        fragments, slices = self._sharded.fragments, self._sharded.slices
+        own = [owned for owned in fragments if slices[owned.fragment.slot.name] is not None]
+        return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
 
 
 class StepCheck:
@@ -237,11 +232,6 @@ class StepCheck:
         """Drop the norm, because gradients have changed since it was measured."""
         if self.result is not None:
             self.result = replace(self.result, norm=_UNKNOWN, measured=False)
-
-    def set_used(self, unit: int, slot: int, *, used: bool) -> None:
-        """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
-        self.used.set(unit, slot, used=used)
-        self.forget_norm()
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
