@@ -276,7 +276,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     object.__setattr__(sharded.model, RUNTIME, runtime)
     if (masters := runtime.masters) is not None:
         masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
-    undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
+    undo = hooks.install(runtime)
     if runtime.shares is not None:
         undo += stream_saves(sharded.model)
     watch_optimizers()

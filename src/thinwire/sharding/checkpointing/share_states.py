@@ -22,14 +22,12 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
 
-
 _WITHOUT_HOOKS: Final = {
     "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
     "_optimizer_step_post_hooks": OrderedDict[int, Any](),
     INNER: True,
 }
 """Attributes of an optimizer whose steps call no hooks."""
-
 
 _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep as one number for a parameter of any shape."""

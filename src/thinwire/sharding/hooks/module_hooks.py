@@ -24,28 +24,22 @@ from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.passes import Passes
-from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.pinned_units import recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.entry import StateEntry
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 
-def install(
-    sharded: ShardedModel,
-    passes: Passes,
-    shares: Mapping[str, ShardedParameter] | None,
-    join_spreads: Callable[[], None],
-) -> list[Callable[[], None]]:
-    """Hook every unit of a model, and the root. A part of a larger model has no ``shares``.
+def install(runtime: Runtime) -> list[Callable[[], None]]:
+    """Hook every unit of a model, and the root.
 
     Returns:
         Functions that remove the hooks; call them in reverse order.
     """
     undo: list[Callable[[], None]] = []
-    model = sharded.model
+    sharded, passes, shares, model = runtime.sharded, runtime.passes, runtime.shares, runtime.model
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
     views: list[_View] = []  # outputs of the current forward
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
@@ -67,7 +61,7 @@ def install(
     for module in model.modules():
         # Other models may share a module without parameters, as they share activation functions in transformers.
         if shares is None and next(module.parameters(), None) is not None:
-            module.register_state_dict_pre_hook(_state_dict_hook(join_spreads, passes.holds, sharded.units))
+            module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if any(parameter is not None for parameter in module._parameters.values()):
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
@@ -355,10 +349,10 @@ def _keep(output: Any, gathered: frozenset[int]) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
 
 
-def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:
+def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        join_spreads()
-        if not holds.depth and any(unit.sharded for unit in units):
+        runtime.join_spreads()
+        if not runtime.holds.depth and any(unit.sharded for unit in runtime.units):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
                 "it inside `with thinwire.full_parameters(model):`"
