@@ -20,7 +20,7 @@ from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
-from thinwire.sharding.modules.linears import compute_weight_gradient_first
+from thinwire.sharding.modules.linears import InputGradient, compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
@@ -237,22 +237,19 @@ def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
     return cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
 
 
-class _InputGradientOf:
+class _InputGradientOf(InputGradient):
     """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
 
     def __init__(self, passes: Passes, home: HomeStream, index: int) -> None:
         self._passes, self._home, self._index = passes, home, index
 
     def expect(self) -> None:
-        """Keep the unit's parameters."""
         self._passes.expect_input_gradient(self._index)
 
     def begin(self) -> None:
-        """Note that the parameters' gradients come first."""
         self._passes.input_gradient(self._index)
 
     def end(self) -> None:
-        """Free the unit's parameters, unless another call needs them."""
         with self._home.visit():
             self._passes.post_backward(self._index)
 
