@@ -251,8 +251,7 @@ class _Batches:
                 self._spreads.start_batch(batch, after=after)
         if updated is not None:
             self._reducer.expect(updated, units)
-            for unit in units:
-                self._spreads.units[unit].expect_spread(updated)
+            self._spreads.expect(updated, units)
         if self._together is not None:
             self._spreads.send_home(units, after)
         return [ticket for unit in units for ticket in self._spreads.units[unit].spreads]

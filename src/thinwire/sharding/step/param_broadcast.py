@@ -34,6 +34,11 @@ class Spreads:
         self._leaving = deque[Unit]()  # units whose new values are on their way to the host
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
+    def expect(self, ticket: Ticket, units: Iterable[int]) -> None:
+        """Let units wait for their update."""
+        for index in units:
+            self.units[index].expect_spread(ticket)
+
     def forget_parts(self) -> None:
         """Forget which buffers travel together, because units have other ones."""
         self._parts.clear()
