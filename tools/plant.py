@@ -133,7 +133,7 @@ REASONS: Final[dict[str, str]] = {
         "a write has waited (Masters.before_write), and nothing is spread between it and the flush"
     ),
     "sharding/step/param_broadcast.py: "
-    "Spreads.start_batch: self._sharded.units[index].join_spread() -> self._sharded.units[index]": _READ_WAITS,
+    "Spreads.start_batch: self.units[index].join_spread() -> self.units[index]": _READ_WAITS,
     "sharding/params/param_group.py: Unit.need: self.join_spread() -> self": (
         "gathers wait for spreads, and whoever computes with a parameter that is not ready waits for it"
     ),
