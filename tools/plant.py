@@ -124,7 +124,6 @@ REASONS: Final[dict[str, str]] = {
         "a thread ends; no memory is shared"
     ),
     "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": _MEASURED,
-    "sharding/runtime/runtime.py: Runtime.drain: self.lanes.drain() -> self.lanes": _MEASURED,
     "sharding/optimizer/share_update.py: ShareUpdate._as_needed: self.reducer.join() -> self.reducer": (
         "the norm of all gradients has been measured, and measuring waits for them"
     ),
@@ -138,7 +137,7 @@ REASONS: Final[dict[str, str]] = {
         "a write has waited (Masters.before_write), and nothing is spread between it and the flush"
     ),
     "sharding/step/param_broadcast.py: "
-    "Spreads.start_batch: self._sharded.units[index].join_spread() -> self._sharded.units[index]": _READ_WAITS,
+    "Spreads.start_batch: self.units[index].join_spread() -> self.units[index]": _READ_WAITS,
     "sharding/params/param_group.py: Unit.need: self.join_spread() -> self": (
         "gathers wait for spreads, and whoever computes with a parameter that is not ready waits for it"
     ),

@@ -1,7 +1,7 @@
 """Gathered units: the operations that gather them, and the events that free them.
 
-Whether a unit stays gathered until it is needed again is decided here, once, from the order of units. The runtime looks
-it up in the program.
+Whether a unit stays gathered until it is needed again is decided here, once, from the order of units, for the program
+and for the runtime.
 """
 
 from __future__ import annotations

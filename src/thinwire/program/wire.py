@@ -254,13 +254,8 @@ def separates(plan: Plan) -> bool:
 def is_excluded(plan: Plan, name: str, *, is_whole: bool) -> bool:
     """Whether a parameter of a plan that :func:`separates` some is never encoded.
 
-    It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it: encoded beside what else
-    each of them holds, their copies would drift apart.
-
-    Args:
-        plan: The plan.
-        name: Name of the parameter.
-        is_whole: Whether tensor parallelism, if the plan has some, does not cut the parameter.
+    It matches ``wire.exclude`` (shell patterns), or tensor-parallel ranks each hold all of it (``is_whole``): encoded
+    beside what else each of them holds, their copies would drift apart.
     """
     return (is_whole and plan.tp > 1) or _is_listed(plan, name)
 

@@ -30,7 +30,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optimizer.making import build_optimizer
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sharded_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -113,7 +113,8 @@ def shard(
     groups.enter()
     target = None if device is None else torch.device(device)
     members = groups.ranks_of(mesh, group)
-    plan = order_ranks(plan, groups.control(members), target or _device_of(model)).plan
+    present = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    plan = order_ranks(plan, groups.control(members), target or present).plan
     units, plan = join_parts(model, plan, units, members)
     added = Additions(model)
     build(
@@ -128,11 +129,6 @@ def shard(
     )
     allow_copies(model, added, units, codec_backend, members)
     return model
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter is; the CPU for a model without any."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def optimizer(
@@ -193,32 +189,21 @@ def _runtimes_of(model: nn.Module | Sequence[nn.Module]) -> list[Runtime]:
 
 
 def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
-    """The same for the runtimes of a model's parts, which run together.
-
-    Args:
-        runtimes: Runtimes of the parts.
-        batches: Micro-batches of the step.
-    """
-    iterator = iter(batches)
-    try:
-        upcoming = next(iterator)
-    except StopIteration:
+    """The same for the runtimes of a model's parts, which run together."""
+    iterator, missing, number = iter(batches), object(), 0
+    current: Any = next(iterator, missing)
+    if current is missing:
         return
-    number, more = 0, True
     try:
-        while more:
-            current = upcoming
-            try:
-                upcoming = next(iterator)
-            except StopIteration:
-                more = False
+        while current is not missing:
+            upcoming = next(iterator, missing)
             for runtime in runtimes:
-                runtime.begin_micro_batch(number, last=not more)
+                runtime.schedule.begin_micro_batch(number, last=upcoming is missing)
             yield current
-            number += 1
+            current, number = upcoming, number + 1
     finally:
         for runtime in runtimes:
-            runtime.begin_micro_batch(0, last=True)
+            runtime.schedule.begin_micro_batch(0, last=True)
 
 
 def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Iterator[Item]:
@@ -247,12 +232,12 @@ def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Ite
             if current is missing and last is missing:
                 raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
             for runtime in runtimes:
-                runtime.count_gradients(wanted=current is not missing)
+                runtime.passes.gradients_count = current is not missing
             last = last if current is missing else current
             yield last
     finally:
         for runtime in runtimes:
-            runtime.count_gradients(wanted=True)
+            runtime.passes.gradients_count = True
 
 
 def join_islands(model: nn.Module) -> None:
@@ -458,7 +443,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
     "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
-    taken = sharded_of(model).meter.take()
+    taken = runtime_of(model).meter.take()
     return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in taken.items()}
 
 
@@ -466,14 +451,14 @@ def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``, and on CPUs ``"control"``. On GPUs, times are taken from the first call on, and waits
     that the device has not reached yet are counted by the next call."""
-    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.exposed().items()}
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
     Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
     :func:`exposed`."""
-    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.worked().items()}
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager
@@ -485,7 +470,7 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Yields:
         The timeline, which is complete after the block.
     """
-    recorder = sharded_of(model).lanes.recorder
+    recorder = runtime_of(model).lanes.recorder
     recorded = recorder.start()
     try:
         yield recorded

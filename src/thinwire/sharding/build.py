@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.collectives import group as groups
-from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.group import Meter
 from thinwire.collectives.links.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
@@ -46,13 +46,9 @@ from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import GatherLink
 from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.plan_codecs import (
-    PlanCodecs,
-    agreed_codecs,
-    check_exclusions,
-)
+from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs, check_exclusions
 from thinwire.sharding.params.seeds import Seeds, StepCounter
-from thinwire.sharding.runtime.runtime import Runtime, attach
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.unfreezing import unfreeze, widen
 from thinwire.spec import Plan
@@ -90,30 +86,16 @@ def build(
     device: torch.device | None = None,
     members: tuple[int, ...] | None = None,
 ) -> Runtime:
-    """Shard a model in place; see :func:`thinwire.sharding.api.shard`.
-
-    Args:
-        model: The model.
-        plan: The plan.
-        selection: Selection of the units.
-        sync_initial: Whether to start from the first rank's values.
-        codec_backend: Backend of all codecs; default: the device's own.
-        part: Part of a larger model; by default, all ranks train the whole model.
-        values: Initial values of a model on the meta device.
-        device: Target device of a model on the meta device.
-        members: Global ranks that train the model, in the order of the plan's mesh; ``None`` for all ranks of the job.
-    """
+    """Shard a model in place; see :func:`thinwire.sharding.api.shard`. ``part`` is the part of a larger model, by
+    default all of it, and ``members`` are global ranks in the order of the plan's mesh, by default all ranks of the
+    job."""
     is_whole = part is None
     if part is None:
         own = groups.control(members)
         ranks = own.ranks if members is None else members  # in ascending order, or in the caller's
         part = LocalPart(DataRanks.of(plan, ranks, ranks.index(own.ranks[own.rank])), members=members)
     control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
-    whose = "the job" if part.members is None else "mesh= or group="
-    cut = part.tensor_ranks > 1
-    modules = _agreed_modules(
-        model, plan, selection, everyone, whole=is_whole, cut=cut, whose=whose, values=values, device=device
-    )
+    modules = _agreed_modules(model, plan, selection, part, whole=is_whole, values=values, device=device)
     device = next((p.device for unit in modules for _, p in unit.parameters), device or torch.device("cpu"))
     if device.type == "cpu":
         give_back_freed_memory()
@@ -182,25 +164,25 @@ def _agreed_modules(
     model: nn.Module,
     plan: Plan,
     selection: Selection,
-    control: Control,
+    part: LocalPart,
     *,
     whole: bool,
-    cut: bool,
-    whose: str,
     values: InitialValues | None,
     device: torch.device | None,
 ) -> list[UnitModules]:
     """Check the plan and the model, find the units, and compare them with the other ranks'. Collective."""
+    everyone = groups.control(part.data.everyone)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
     source = ""
     versions: tuple[str, ...] = ()
     try:
-        check_supported(plan, control.size, whole=whole, whose=whose)
+        whose = "the job" if part.members is None else "mesh= or group="
+        check_supported(plan, everyone.size, whole=whole, whose=whose)
         versions = agreed_codecs(plan)
         if values is not None:
             source = place_on(device, model, values)
-        check_parameters(model, cut=cut)
+        check_parameters(model, cut=part.tensor_ranks > 1)
         if values is None:
             refuse_shared_memory(model)
         check_modules(model, plan)
@@ -208,13 +190,13 @@ def _agreed_modules(
         check_overrides(plan, modules)
         check_input_gradients(plan, model, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
-        if plan.live_bytes is not None:
-            check_live(plan, unit_infos(modules, plan, 0))
-        exchanged_units(plan, unit_infos(modules, plan, 0), 0)
-        check_host_memory(plan, unit_infos(modules, plan, 0))
+        infos = unit_infos(modules, plan, 0)
+        check_live(plan, infos)
+        exchanged_units(plan, infos, 0)
+        check_host_memory(plan, infos)
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
-    check_agreement(plan, model, modules, source, versions, problem, control)
+    check_agreement(plan, model, modules, source, versions, problem, everyone)
     return modules
 
 
@@ -291,10 +273,10 @@ def _units(
 def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
-    attach(sharded.model, runtime)
+    object.__setattr__(sharded.model, RUNTIME, runtime)
     if (masters := runtime.masters) is not None:
         masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
-    undo = hooks.install(sharded, runtime.passes, runtime.shares, runtime.join_spreads)
+    undo = hooks.install(runtime)
     if runtime.shares is not None:
         undo += stream_saves(sharded.model)
     watch_optimizers()

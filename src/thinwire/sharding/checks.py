@@ -22,9 +22,7 @@ from thinwire.sharding.modules.discover import UnitModules, is_ignored
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper, keep_layouts, open_wrapper
-from thinwire.sharding.params.plan_codecs import (
-    codec_problems,
-)
+from thinwire.sharding.params.plan_codecs import codec_problems
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
 from thinwire.units import format_bytes
@@ -76,7 +74,10 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
                 f"placement = {list(plan.placement)}: with tp or pp the launcher's order of hosts places the ranks; "
                 "leave it unset"
             )
-        problems += _placement_problems(plan)
+        try:
+            node_order(plan)
+        except SpecError as error:
+            problems += [f"placement = {list(plan.placement)}: {problem}" for problem in error.problems]
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
@@ -100,10 +101,6 @@ def place_on(device: torch.device | None, model: nn.Module, values: InitialValue
 
 def check_host_memory(plan: Plan, units: Sequence[UnitInfo]) -> None:
     """Refuse a residence on the host that a node has no memory for, before any is taken.
-
-    Args:
-        plan: The plan.
-        units: Units of the model, with the shares of any rank.
 
     Raises:
         UsageError: What the node's ranks keep there is larger than its free memory.
@@ -295,14 +292,6 @@ def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitMo
                 "modules, or set overlap.input_gradient = false"
             ],
         )
-
-
-def _placement_problems(plan: Plan) -> Sequence[str]:
-    try:
-        node_order(plan)
-    except SpecError as error:
-        return [f"placement = {list(plan.placement or ())}: {problem}" for problem in error.problems]
-    return ()
 
 
 def is_lone_linear(unit: UnitModules) -> bool:

@@ -29,11 +29,7 @@ _HOOKS: Final = "_hooks"
 
 
 class Additions:
-    """What sharding adds to the modules of a model between two moments: hooks, methods, and attributes of the root.
-
-    Args:
-        model: The model, not sharded yet.
-    """
+    """What sharding adds to the modules of a model between two moments: hooks, methods, and attributes of the root."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._names, self._hooks = model, frozenset(vars(model)), range(RemovableHandle.next_id, 0)
@@ -75,22 +71,15 @@ def _restore(table: dict[Any, Any], content: dict[Any, Any]) -> None:
 def allow_copies(
     model: nn.Module, added: Additions, selection: Selection, codec_backend: str | None, members: tuple[int, ...] | None
 ) -> None:
-    """Let ``copy.deepcopy`` copy a sharded model.
-
-    Args:
-        model: The model.
-        added: What sharding has added to it; this call ends it.
-        selection: Selection of its units.
-        codec_backend: See :func:`thinwire.sharding.api.shard`.
-        members: Global ranks that train it; ``None`` for all ranks of the job.
-    """
+    """Let ``copy.deepcopy`` copy a sharded model. ``added`` is what sharding has added to it, which ends with this
+    call; see :func:`thinwire.sharding.api.shard` for the others."""
     runtime = runtime_of(model)
     if selection is not None and not callable(selection):
         names = {module: name for name, module in model.named_modules()}
         selection = [chosen if isinstance(chosen, str) else names[chosen] for chosen in selection]
 
     def copied(memo: dict[int, Any]) -> nn.Module:
-        if runtime.is_inside:
+        if runtime.passes.is_inside():
             raise UsageError("copy.deepcopy(model) inside its forward, its backward or full_parameters()")
         runtime.refuse_half_loaded()
         runtime.join_spreads()

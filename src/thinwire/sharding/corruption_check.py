@@ -54,19 +54,16 @@ class Disagreement:
 
 
 def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
-    """The sums of everything on this rank of which another rank may hold a replica.
-
-    Args:
-        runtime: Runtime of the model, after a backward.
-        fragments: What this rank updates.
-    """
+    """The sums of everything on this rank of which another rank may hold a replica, after a backward; ``fragments`` are
+    what this rank updates."""
     runtime.join()
     found: Sums = {}
     sharded = runtime.sharded
     shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
-        place = _place(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        pieces = " ".join(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        place = zlib.crc32(pieces.encode())
         if own:
             found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
@@ -116,7 +113,3 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
         words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
         total += int(words.sum(dtype=torch.int64))
     return total
-
-
-def _place(texts: Iterable[str]) -> int:
-    return zlib.crc32(" ".join(texts).encode())

@@ -37,11 +37,8 @@ _NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 
 def unfreeze(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters masters and gradients, because they are to be trained. Collective.
-
-    Args:
-        runtime: Runtime of the model.
-        names: Names of the parameters; others of their buffers get masters and gradients as well.
+    """Give frozen parameters with these names masters and gradients, because they are to be trained; others of their
+    buffers get them as well. Collective.
 
     Raises:
         UsageError: The model is inside a pass, or its plan or the parameters do not allow it.
@@ -50,7 +47,7 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
     chosen, name = _buffers_of(runtime, names), min(names)
     frozen = f"{name} was frozen when the model was sharded, and"
     _refuse_inside(runtime, f"{frozen} is to be trained", "set requires_grad = True")
-    runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
+    runtime.holds.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
     why = _obstacle(runtime, chosen)
     if why:
         raise UsageError(
@@ -62,13 +59,9 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
 
 
 def widen(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters masters, because they are to be updated in place; the first rank warns where they cannot
-    have any. Collective.
-
-    Args:
-        runtime: Runtime of the model.
-        names: Names of parameters whose buffers are narrow; see
-            :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`.
+    """Give frozen parameters with these names, whose buffers are narrow (see
+    :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`), masters, because they are to be updated in place; the
+    first rank warns where they cannot have any. Collective.
 
     Raises:
         UsageError: The model is inside a pass.
@@ -76,7 +69,7 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
     """
     chosen, name = _buffers_of(runtime, names), min(names)
     _refuse_inside(runtime, f"{name} was frozen when the model was sharded, and is updated in place", "update it")
-    runtime.refuse(f"an update of {name}")
+    runtime.holds.refuse(f"an update of {name}")
     why = _obstacle(runtime, chosen)
     if not why:
         _grow(runtime, names, chosen)
@@ -95,7 +88,7 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
 
 
 def _refuse_inside(runtime: Runtime, what: str, remedy: str) -> None:
-    if runtime.is_inside:
+    if runtime.passes.is_inside():
         raise UsageError(f"{what} inside a forward, a backward or full_parameters(): {remedy} outside of them")
 
 

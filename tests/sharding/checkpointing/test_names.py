@@ -50,7 +50,7 @@ def go_on(saved: str, loaded: str, preset: str, folder: Path, old: bool) -> tupl
     model, optim = make(saved, preset)
     step(model, optim, 0)
     # Releases before kept the names of wrappers.
-    with mock.patch.multiple(saving, stored=str, stored_values=dict) if old else mock.MagicMock():
+    with mock.patch.multiple(saving, stored=str) if old else mock.MagicMock():
         tw.save(model, optim, folder / saved)
     other, its_optim = make(loaded, preset)
     tw.load(other, its_optim, folder / saved)

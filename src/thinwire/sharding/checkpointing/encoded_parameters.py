@@ -26,12 +26,7 @@ ENCODED: Final = "encoded"
 
 
 class EncodedForm(NamedTuple):
-    """How a checkpoint holds a parameter.
-
-    Attributes:
-        codec: The codec.
-        dtype: Dtype of the decoded values.
-    """
+    """How a checkpoint holds a parameter: in which codec, and the dtype of the decoded values."""
 
     codec: CodecSpec
     dtype: torch.dtype
@@ -62,13 +57,8 @@ class EncodedForm(NamedTuple):
         return [str(self.codec), str(self.dtype).removeprefix("torch.")]
 
     def spans(self, numel: int, offset: int, length: int) -> tuple[_Span, _Span]:
-        """The codes and the scales of the blocks with some elements of a parameter.
-
-        Args:
-            numel: Number of elements of the parameter.
-            offset: First of the elements.
-            length: Their number.
-        """
+        """The codes and the scales of the blocks with ``length`` elements from ``offset`` on of a parameter that has
+        ``numel``."""
         block, bits = self.codec.block, self.codec.bits
         assert block is not None
         assert bits is not None
@@ -134,15 +124,8 @@ def want_encoded(
     run: Run,
     want: Callable[[str, str, int, int, torch.Tensor], None],
 ) -> Sequence[Callable[[], object]]:
-    """Register blocks for reading.
-
-    Args:
-        form: How the checkpoint holds the parameter.
-        buffer: Buffer of the parameter.
-        slot: Its slot.
-        offset: First element in this rank's P shard.
-        run: Its elements in the P shard.
-        want: Registers elements: key, name of the parameter, length of the vector, offset, target.
+    """Register blocks for reading of a parameter, whose elements from ``offset`` on lie in ``run`` of this rank's P
+    shard. ``want`` registers elements: key, name of the parameter, length of the vector, offset, target.
 
     Returns:
         Functions that put decoded values into place, once everything has been read.

@@ -117,13 +117,8 @@ def forget_base(model: nn.Module) -> None:
 def check_present(
     wanted: Mapping[str, Content], vectors: Mapping[str, ShardedVector], path: Path, ranks: Control
 ) -> None:
-    """Check that the model holds what a checkpoint only refers to. Collective.
-
-    Args:
-        wanted: What the checkpoint refers to, by key.
-        vectors: This rank's pieces of the model's values of it.
-        path: The checkpoint, for messages.
-        ranks: The ranks that load together.
+    """Check that the model, of whose values ``vectors`` are this rank's pieces, holds what a checkpoint only refers to.
+    Collective.
 
     Raises:
         CheckpointError: A parameter has other values, another type or length; the message names it.

@@ -52,12 +52,8 @@ _ENTRIES: Final[Typed[dict[str, dict[str, _WholeEntry]]]] = Typed(dict[str, dict
 
 @torch.no_grad()
 def whole_value(value: Any, *, keep: bool) -> Any:
-    """An entry of a sharded model's state dict, whole and on the CPU. Collective.
-
-    Args:
-        value: The entry.
-        keep: Whether this rank needs it; if not, ``None`` is returned.
-    """
+    """An entry of a sharded model's state dict, whole and on the CPU; ``None`` on a rank that does not ``keep`` it.
+    Collective."""
     if isinstance(value, ShareTensor):
         whole = value.full_tensor()
         return whole.cpu() if keep else None
@@ -73,11 +69,7 @@ def whole_value(value: Any, *, keep: bool) -> Any:
 
 @torch.no_grad()
 def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
-    """The state dict of the optimizer of the whole model. Collective.
-
-    Args:
-        optim: A sharded optimizer of a model that is trained by data-parallel ranks only.
-        names: Names of its parameters.
+    """The state dict of the optimizer of the whole model, which is trained by data-parallel ranks only. Collective.
 
     Returns:
         ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
@@ -117,12 +109,7 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
 
 
 def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, Any]) -> None:
-    """Load a state dict of the optimizer of the whole model; this rank takes its pieces.
-
-    Args:
-        optim: A sharded optimizer.
-        names: Names of its parameters.
-        whole: Result of the whole optimizer's ``state_dict()``.
+    """Load the ``state_dict()`` of the optimizer of the whole model; this rank takes its pieces.
 
     Raises:
         CheckpointError: It has other groups or other parameters.
@@ -154,14 +141,8 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
 
 @torch.no_grad()
 def whole_share_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of the optimizer of the whole model, of one that was made over shares. Collective.
-
-    Args:
-        optim: An optimizer of ``model.parameters()``.
-
-    Returns:
-        As in torch, on the CPU, on every rank.
-    """
+    """The state dict of the optimizer of the whole model, of one that was made over shares (``model.parameters()``): as
+    in torch, on the CPU, on every rank. Collective."""
     whole = optim.state_dict()
     return whole | {
         "state": {
@@ -172,12 +153,7 @@ def whole_share_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def load_whole_share_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
-    """Load a state dict of the optimizer of the whole model into one that was made over shares.
-
-    Args:
-        optim: An optimizer of ``model.parameters()``.
-        whole: Result of the whole optimizer's ``state_dict()``.
-    """
+    """Load the ``state_dict()`` of the optimizer of the whole model into one that was made over shares."""
     numbers = [number for group in whole["param_groups"] for number in group["params"]]
     shares = [share for group in optim.param_groups for share in group["params"]]
     state: dict[int, Any] = dict(whole["state"])

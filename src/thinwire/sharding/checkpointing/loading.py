@@ -42,7 +42,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
-from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.spec import Plan
 
@@ -52,19 +52,14 @@ T = TypeVar("T")
 
 
 def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
-    """Read a checkpoint; see :func:`thinwire.load`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-    """
+    """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
     ranks = savers(parts)
     finish_save(ranks)
     for model, _ in parts:
-        runtime_of(model).refuse("load()")
+        runtime_of(model).holds.refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     opened, manifest, keys = _everywhere(lambda: _open(shapes, parts, path), ranks)
-    same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
+    same_plan = _holds(manifest, runtime_of(parts[0][0]).plan)  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
 
@@ -97,7 +92,7 @@ def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: 
         return
     vectors = Vectors()
     for model, _ in parts:
-        sharded = sharded_of(model)
+        sharded = runtime_of(model).sharded
         add_frozen(sharded, vectors)
         add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
     present = {key: vector for key, vector in vectors.sharded().items() if key in manifest.absent}
@@ -133,7 +128,12 @@ class _Loading:
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
-        self._give_masters()
+        # Frozen parameters that had masters, such as a mean teacher's, get some.
+        narrow = (buffer for unit in sharded.units for buffer in unit.buffers if buffer.narrows)
+        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
+        names &= manifest.values.get("updated", {}).keys()
+        if names and runtime.masters is not None:
+            runtime.masters.widen(names)
         # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
         self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
         prefix = f"{own_key('optimizer', self._island)}/"
@@ -141,14 +141,6 @@ class _Loading:
         self._new = optim.make_state(self._trained) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
-
-    def _give_masters(self) -> None:
-        """Give masters to frozen parameters that had some, such as a mean teacher's."""
-        narrow = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.narrows)
-        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
-        names &= self._manifest.values.get("updated", {}).keys()
-        if names and (masters := self._runtime.masters) is not None:
-            masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.

@@ -50,11 +50,7 @@ _ALWAYS: Final = ("plan", "num_steps", "extra")
 
 
 def check_values(values: Mapping[str, Any], path: Path) -> None:
-    """Check that the values which describe a model and its optimizer are there, and of the right types.
-
-    Args:
-        values: Values of the manifest.
-        path: The checkpoint, for messages.
+    """Check that the values of a manifest which describe a model and its optimizer are there, and of the right types.
 
     Raises:
         CheckpointError: A value is missing or has another type; the message names it.
@@ -72,12 +68,8 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Check that the options of saved parameter groups are of the same kinds as those of the optimizer.
-
-    Args:
-        saved: Options by name, for each group.
-        present: The optimizer's groups, as many.
-        path: The checkpoint, for messages.
+    """Check that the options of saved parameter groups are of the same kinds as those of the optimizer's, of which
+    there are as many.
 
     Raises:
         CheckpointError: An option has another type; the message names it.

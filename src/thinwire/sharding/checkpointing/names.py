@@ -27,17 +27,9 @@ def stored(key: str) -> str:
     return key
 
 
-def stored_values(values: Mapping[str, Json]) -> dict[str, Json]:
-    """Values of a checkpoint under the keys that it has for them."""
-    return _renamed(values, stored)
-
-
 def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dict[str, str]]:
-    """A checkpoint's manifest as if the checkpoint had been saved from a model with these names.
-
-    Args:
-        names: Names of the model's parameters and buffers.
-        manifest: The manifest; those of thinwire 0.2 have names with wrappers.
+    """A checkpoint's manifest as if the checkpoint had been saved from a model with these names; those of thinwire 0.2
+    have names with wrappers.
 
     Returns:
         The manifest, and by each of its keys of vectors the key that the files have.
@@ -57,10 +49,11 @@ def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dic
     if reference is not None:
         contents = {rename(key): content for key, content in reference.contents.items()}
         reference = replace(reference, contents=contents)
-    return replace(manifest, vectors=vectors, values=_renamed(manifest.values, rename), reference=reference), keys
+    return replace(manifest, vectors=vectors, values=renamed(manifest.values, rename), reference=reference), keys
 
 
-def _renamed(values: Mapping[str, Json], rename: Callable[[str], str]) -> dict[str, Json]:
+def renamed(values: Mapping[str, Json], rename: Callable[[str], str]) -> dict[str, Json]:
+    """Values of a checkpoint with other names in them, and in their keys."""
     return {
         rename(key): {rename(name): value for name, value in entry.items()}
         if key in _BY_NAME and isinstance(entry, Mapping)

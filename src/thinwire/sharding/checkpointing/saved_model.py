@@ -17,9 +17,6 @@ from thinwire.sharding.checkpointing.stored_parameters import check_slices, slic
 class SavedModel:
     """Reads the parameters and buffers of a checkpoint one at a time, in a single process without a job.
 
-    Args:
-        path: Directory of the checkpoint.
-
     Attributes:
         shapes: Shapes of parameters and persistent buffers, by name.
         averaged: Whether the checkpoint holds an average of the weights, which is then read instead of them.
@@ -40,10 +37,7 @@ class SavedModel:
         self._cuts: dict[str, list[int]] = values.get("slices", {})
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole parameter or buffer, even if it is stored in slices.
-
-        Args:
-            name: A key of :attr:`shapes`.
+        """Read a whole parameter or buffer, which is in :attr:`shapes`, even if it is stored in slices.
 
         Returns:
             Tensor on the CPU, in fp32; frozen parameters and buffers have their own dtype.

@@ -20,6 +20,7 @@ values that belong to one part of a model, under tensor or pipeline parallelism,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,37 +37,32 @@ from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
-from thinwire.sharding.checkpointing.names import stored, stored_values
+from thinwire.sharding.checkpointing.names import renamed, stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
     ModelAndOptimizer,
     Vectors,
     add_frozen,
-    cuts_of,
+    add_slice,
     of_part,
     persistent_buffers,
     shapes_of,
-    sliced,
     union,
 )
 from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, shared_pieces, turns_of
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.runtime.averaging import refuse_average
+from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
-
+_FLAG: Final[Typed[bool]] = Typed(bool)
 
 _writers: dict[tuple[int, ...], BackgroundWriter] = {}
 """Writes this process's checkpoints in the background, by the ranks that save together."""
 
-
 _given_up: dict[tuple[int, ...], list[BackgroundWriter]] = {}
 """Writers whose last save took longer than its limit. Their groups may have timed out, so each needs a successor."""
-
-
-_FLAG: Final[Typed[bool]] = Typed(bool)
 
 
 def save(
@@ -76,14 +72,8 @@ def save(
     *,
     frozen: str | Path | None = None,
 ) -> None:
-    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-        extra: Further JSON values to save.
-        frozen: See :func:`thinwire.save`.
-    """
+    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`. Every rank has the
+    same number of parts."""
     ranks = savers(parts)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, extra)
@@ -154,10 +144,8 @@ def _refuse_beside_hanging(path: Path, ranks: Control) -> None:
 
 
 def finish_save(ranks: Control | None = None) -> None:
-    """Wait until no checkpoint is being written in the background. Collective.
-
-    Args:
-        ranks: The ranks that save together; default: all ranks of the job.
+    """Wait until no checkpoint of these ranks, by default all of the job, is being written in the background.
+    Collective.
 
     Raises:
         CheckpointError: The last one failed, and nobody has asked for its result, or it takes longer than its limit.
@@ -194,14 +182,16 @@ def _collect(
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
-        refuse_average(runtime, "save()")
+        if APPLIED in runtime.holds.blocks:  # in other blocks for reading, parameters are what they are saved as
+            runtime.holds.refuse("save()")
     vectors, shared = Vectors(), Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     ranks = savers(parts)
     values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     sharded = [runtime.sharded for runtime in runtimes]
-    cuts = {name: cut for part in sharded for name, cut in cuts_of(part).items()}
+    slices = (item for part in sharded for item in part.slices.items())
+    cuts = {name: [cut.dim, cut.ways] for name, cut in slices if cut is not None}
     values["slices"] = union(cuts, ranks)
     updated = {name: "float32" for runtime in runtimes for name in _frozen_masters(runtime)}
     values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
@@ -214,7 +204,7 @@ def _collect(
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
-    return own, stored_values(values), {key: vector for key, vector in frozen.items() if vector.numel}
+    return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 
 
 def _frozen_masters(runtime: Runtime) -> list[str]:
@@ -234,42 +224,36 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     sharded, reducer, exchanges, means = runtime.sharded, runtime.reducer, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
-    first_tensor = part.tensor == 0
-    fragments = sharded.fragments
-
-    def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
-        cut = sharded.slices.get(name)
-        if cut is not None:
-            vectors.add(sliced(f"{prefix}/{name}{suffix}", cut.index), numel, offset, tensor)
-        else:
-            vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
-
+    fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
     for name, buffer in persistent_buffers(sharded.model):
-        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if sharded.rank == island == 0 else None)
+        value = buffer.reshape(-1) if sharded.rank == island == 0 else None
+        add(f"buffer/{name}", name, buffer.numel(), 0, value)
     if exchanges is not None:
         exchanges.wait()
         for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
-            add("model", slot.name, "", slot.numel, offset, anchor if island == 0 else None)
+            name = slot.name
+            add(f"model/{name}", name, slot.numel, offset, anchor if island == 0 else None)
             if momentum is not None:
-                add("outer/momentum", slot.name, "", slot.numel, offset, momentum if island == 0 else None)
+                add(f"outer/momentum/{name}", name, slot.numel, offset, momentum if island == 0 else None)
     for owned in fragments:
-        slot, offset = owned.fragment.slot, owned.fragment.offset
+        slot, name, offset = owned.fragment.slot, owned.fragment.slot.name, owned.fragment.offset
         value = owned.value.detach().reshape(-1) if first_replica else None
-        add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
+        masters = "model" if exchanges is None else own_masters(island)
+        add(f"{masters}/{name}", name, slot.numel, offset, value)
         if spreads_difference(plan):
-            add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
+            add(f"{own_key('held', island)}/{name}", name, slot.numel, offset, owned.held if first_replica else None)
         if means is not None:
             mean = means.of(owned) if first_replica else None
-            add(own_key("average", island), slot.name, "", slot.numel, offset, mean)
+            add(f"{own_key('average', island)}/{name}", name, slot.numel, offset, mean)
         for key, entry in (optim.state_of(owned) if optim is not None else {}).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
                 moment = entry.reshape(-1) if first_replica else None
-                add(own_key("optimizer", island), slot.name, f"/{key}", numel, begin, moment)
+                add(f"{own_key('optimizer', island)}/{name}/{key}", name, numel, begin, moment)
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
-                values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
+                values[own_key(f"optimizer/{name}/{key}", island)] = number
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
     _save_lost(own_key("feedback", island), part, reducer.feedback.lost, vectors, values)

@@ -14,7 +14,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, over_groups
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
-from thinwire.sharding.runtime.runtime import sharded_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -22,14 +22,12 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
 
-
 _WITHOUT_HOOKS: Final = {
     "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
     "_optimizer_step_post_hooks": OrderedDict[int, Any](),
     INNER: True,
 }
 """Attributes of an optimizer whose steps call no hooks."""
-
 
 _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep as one number for a parameter of any shape."""
@@ -64,11 +62,7 @@ class FragmentStates(Protocol):
         """What is kept for a fragment."""
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
-        """Allocate missing state; returns the fragments that had none.
-
-        Args:
-            names: Names of the parameters that have state in a checkpoint.
-        """
+        """Allocate missing state of the parameters with these names; returns the fragments that had none."""
 
     def take(self) -> None:
         """Give the states, which were loaded, to the optimizers."""
@@ -76,10 +70,6 @@ class FragmentStates(Protocol):
 
 def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None:
     """The states of a model's optimizers, as checkpoints hold them.
-
-    Args:
-        model: A sharded model.
-        optimizers: Its optimizer, or several: of :func:`thinwire.optimizer`, or made from ``model.parameters()``.
 
     Raises:
         UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
@@ -96,17 +86,13 @@ class ShareStates:
     """The states of optimizers over shares, as far as they are of one model's. Each state lies in the same memory as in
     its optimizer.
 
-    Args:
-        model: A sharded model.
-        optimizers: Optimizers that were made from its parameters.
-
     Raises:
         UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.loss_scale: LossScale | None = None
-        self.fragments: Sequence[OwnedFragment] = sharded_of(model).fragments
+        self.fragments: Sequence[OwnedFragment] = runtime_of(model).sharded.fragments
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._optimizers = optimizers
         self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}

@@ -26,14 +26,12 @@ from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.runtime.runtime import sharded_of
+from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
 
-
 Json = Any
-
 
 ModelAndOptimizer = tuple[nn.Module, FragmentStates | None]
 """A sharded model, or a part of one, and the states of its optimizers; ``None`` to neither save nor load them."""
@@ -147,9 +145,10 @@ def sliced(key: str, index: int) -> str:
     return f"{key}@{index}"
 
 
-def cuts_of(sharded: ShardedModel) -> dict[str, Json]:
-    """Dimension and number of slices of every parameter that tensor parallelism cuts, by name."""
-    return {name: [cut.dim, cut.ways] for name, cut in sharded.slices.items() if cut is not None}
+def own_slice(sharded: ShardedModel, key: str, name: str) -> str:
+    """Key of this rank's slice of a parameter's vector, or of the whole one, if tensor parallelism does not cut it."""
+    cut = sharded.slices.get(name)
+    return key if cut is None else sliced(key, cut.index)
 
 
 class Vectors:
@@ -171,10 +170,24 @@ class Vectors:
         return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
 
 
+def add_slice(
+    sharded: ShardedModel,
+    vectors: Vectors,
+    key: str,
+    name: str,
+    numel: int,
+    offset: int,
+    tensor: torch.Tensor | None,
+) -> None:
+    """Add a chunk of this rank's slice of a parameter's vector; of a whole one, the first tensor-parallel rank's."""
+    saves = sharded.slices.get(name) is not None or sharded.part.tensor == 0
+    vectors.add(own_slice(sharded, key, name), numel, offset, tensor if saves else None)
+
+
 def shapes_of(model: nn.Module) -> dict[str, Json]:
     """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name: of a parameter, that
     which it had when the model was sharded, whatever its module has been wrapped in since."""
-    buffers = [buffer for unit in sharded_of(model).units for buffer in unit.buffers]
+    buffers = [buffer for unit in runtime_of(model).units for buffer in unit.buffers]
     first = {stored(slot.name): slot.name for buffer in buffers for slot in buffer.layout.slots}
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
     plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
@@ -204,19 +217,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def add_frozen(sharded: ShardedModel, vectors: Vectors) -> None:
     """Add the pieces of frozen parameters that this rank saves for all that hold them."""
-    part = sharded.part
     first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
-    saves = first and part.data.island == 0
+    saves = first and sharded.part.data.island == 0
     for buffer, slot, offset, run in frozen(sharded):
-        cut = sharded.slices.get(slot.name)
-        held_here = saves and (cut is not None or part.tensor == 0)
         if buffer.stored is None:
             pieces = [("model", slot.numel, offset, buffer.values(run))]
         else:
             pieces = list(encoded_vectors(buffer, slot, offset, run))
         for kind, numel, begin, piece in pieces:
-            key = f"{kind}/{slot.name}" if cut is None else sliced(f"{kind}/{slot.name}", cut.index)
-            vectors.add(key, numel, begin, piece if held_here else None)
+            add_slice(sharded, vectors, f"{kind}/{slot.name}", slot.name, numel, begin, piece if saves else None)
 
 
 def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -224,10 +233,7 @@ def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, to
     they were frozen."""
     first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and sharded.part.data.island == 0
     for owned in sharded.fragments:
-        slot = owned.fragment.slot
-        cut = sharded.slices.get(slot.name)
-        key = f"model/{slot.name}" if cut is None else sliced(f"model/{slot.name}", cut.index)
-        if key in dtypes:
-            saves = first and (cut is not None or sharded.part.tensor == 0)
-            piece = owned.value.detach().reshape(-1).to(dtypes[key]) if saves else None
-            vectors.add(key, slot.numel, owned.fragment.offset, piece)
+        slot, key = owned.fragment.slot, f"model/{owned.fragment.slot.name}"
+        if (dtype := dtypes.get(own_slice(sharded, key, slot.name))) is not None:
+            piece = owned.value.detach().reshape(-1).to(dtype) if first else None
+            add_slice(sharded, vectors, key, slot.name, slot.numel, owned.fragment.offset, piece)

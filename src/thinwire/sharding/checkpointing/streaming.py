@@ -39,15 +39,8 @@ _NAMES: Final = ("save_file", "safe_save_file")
 
 
 def stream_saves(model: nn.Module) -> list[Callable[[], None]]:
-    """Let ``save_pretrained`` of a model, and of modules inside it, write whole parameters, which ranks gather one by
-    one.
-
-    Args:
-        model: A sharded model; nothing happens without that method, which transformers and peft give their models.
-
-    Returns:
-        Functions that undo it.
-    """
+    """Let ``save_pretrained``, which transformers and peft give their models, write whole parameters, which ranks
+    gather one by one: that of a sharded model, and of modules inside it. Returns functions that undo it."""
     saving = [module for module in model.modules() if hasattr(module, "save_pretrained")]
     for module in saving:
         object.__setattr__(module, "save_pretrained", _streamed(model, module))
@@ -130,12 +123,7 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
 
 
 class _Gathering:
-    """Whole values, one at a time, as the first rank asks for them.
-
-    Args:
-        ranks: All ranks of the model.
-        values: What they share, in the same order on every rank.
-    """
+    """Whole values, in the same order on every rank, one at a time, as the first rank asks for them."""
 
     def __init__(self, ranks: Control, values: Sequence[Any]) -> None:
         self._ranks, self._values = ranks, values
@@ -170,11 +158,7 @@ _NONE: Final = (-1, None)
 
 
 class _Memory:
-    """The memory that a deferred tensor would have: an address by which libraries find tensors that overlap.
-
-    Args:
-        num_bytes: Its size.
-    """
+    """The memory that a deferred tensor would have: an address by which libraries find tensors that overlap."""
 
     _numbers: Final = itertools.count(1)
 

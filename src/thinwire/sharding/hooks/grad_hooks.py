@@ -42,14 +42,7 @@ _DENSE: Final = {torch.Tensor}
 
 
 class Deliveries(Delivery):
-    """The hooks on the trained parameters of one unit.
-
-    Args:
-        unit: The unit.
-        gradients: Gradients of its trained buffers.
-        passes: Receives the events of the model's passes.
-        home: The stream that the memory of gradients belongs to.
-    """
+    """The hooks on the trained parameters of one unit. Memory of gradients belongs to the stream ``home``."""
 
     def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
         self._index, self._passes, self._state, self._home = unit.index, passes, passes.state, home
@@ -78,14 +71,12 @@ class Deliveries(Delivery):
         return self._only is not None
 
     def has_left(self) -> bool:
-        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         if self._only is None:
             return False
         with torch._C.DisableTorchFunctionSubclass():  # parameters may not be ready
             return list(map(_gradient_of, self._parameters)).count(None) < len(self._parameters)
 
     def end_backward(self) -> None:
-        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         if self._waiting:
             self._stop_waiting()
             self._waiting.clear()
@@ -95,7 +86,6 @@ class Deliveries(Delivery):
                 self._passes.collect(self._index, slot, grad)
 
     def forget(self) -> None:
-        """See :class:`~thinwire.sharding.step.passes.Delivery`."""
         self._waiting.clear()
         if self._only is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -114,7 +104,10 @@ class Deliveries(Delivery):
             if unit._only is not None:
                 grads: list[Any] = list(map(_gradient_of, unit._parameters))
                 if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
-                    unit._take_each()
+                    # They came in another way than before: take them one by one, from now on.
+                    unit._unsettle()
+                    for number, grad in unit._take():
+                        unit._deliver(number, grad)
                     return
                 for parameter in unit._parameters:
                     parameter.grad = None
@@ -153,12 +146,6 @@ class Deliveries(Delivery):
             self._note_last(slot)
             self._passes.all_gradients(self._index, [cast(torch.Tensor, waiting[number]) for number in range(count)])
             waiting.clear()
-
-    def _take_each(self) -> None:
-        """Take gradients that came in another way than before, one by one, from now on."""
-        self._unsettle()
-        for slot, grad in self._take():
-            self._deliver(slot, grad)
 
     def _take(self) -> Iterable[tuple[int, torch.Tensor]]:
         """Take the gradients that autograd has left, with the numbers of their parameters."""

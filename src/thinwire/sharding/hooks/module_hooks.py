@@ -20,40 +20,28 @@ from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
-from thinwire.sharding.modules.linears import compute_weight_gradient_first
+from thinwire.sharding.modules.linears import InputGradient, compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.passes import Passes
-from thinwire.sharding.step.pinned_units import Holds, recomputing
+from thinwire.sharding.step.pinned_units import recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.entry import StateEntry
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 
-def install(
-    sharded: ShardedModel,
-    passes: Passes,
-    shares: Mapping[str, ShardedParameter] | None,
-    join_spreads: Callable[[], None],
-) -> list[Callable[[], None]]:
+def install(runtime: Runtime) -> list[Callable[[], None]]:
     """Hook every unit of a model, and the root.
-
-    Args:
-        sharded: The model.
-        passes: Receives the events.
-        shares: Shares of its parameters, by name; ``None`` for a part of a larger model.
-        join_spreads: Waits until every unit's parameters are up to date.
 
     Returns:
         Functions that remove the hooks; call them in reverse order.
     """
     undo: list[Callable[[], None]] = []
-    model = sharded.model
+    sharded, passes, shares, model = runtime.sharded, runtime.passes, runtime.shares, runtime.model
     dtype: torch.dtype = getattr(torch, sharded.plan.compute_dtype)
-    views: list[_ViewedOutput] = []  # outputs of the current forward
+    views: list[_View] = []  # outputs of the current forward
     gathered = frozenset(b.full.untyped_storage()._cdata for u in sharded.units if u.sharded for b in u.buffers)
     for unit in sharded.units:
         _hook_unit(unit, sharded, passes, gathered, views, undo)
@@ -73,7 +61,7 @@ def install(
     for module in model.modules():
         # Other models may share a module without parameters, as they share activation functions in transformers.
         if shares is None and next(module.parameters(), None) is not None:
-            module.register_state_dict_pre_hook(_state_dict_hook(join_spreads, passes.holds, sharded.units))
+            module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if any(parameter is not None for parameter in module._parameters.values()):
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
@@ -92,12 +80,7 @@ def hook_gradients(unit: Unit, sharded: ShardedModel, passes: Passes) -> Callabl
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method to run like the forward of a sharded model, including hooks. Calls inside a pass run unchanged.
-
-    Args:
-        model: The model.
-        method: Bound method of the model.
-    """
+    """Wrap a bound method of a model to run like its forward, including hooks. Calls inside a pass run unchanged."""
     passes = runtime_of(model).passes
 
     @functools.wraps(method)
@@ -146,9 +129,7 @@ def _outside_compile(hook: Hook) -> Hook:
     return hook
 
 
-def _hook_forward(
-    sharded: ShardedModel, passes: Passes, views: list[_ViewedOutput], undo: list[Callable[[], None]]
-) -> None:
+def _hook_forward(sharded: ShardedModel, passes: Passes, views: list[_View], undo: list[Callable[[], None]]) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
@@ -185,7 +166,7 @@ def _hook_unit(
     sharded: ShardedModel,
     passes: Passes,
     gathered: frozenset[int],
-    views: list[_ViewedOutput],
+    views: list[_View],
     undo: list[Callable[[], None]],
 ) -> None:
     index, home, audit = unit.index, sharded.lanes.home, passes.audit
@@ -256,50 +237,33 @@ def _cast_of(sharded: ShardedModel, unit: Unit) -> Callable[..., Any] | None:
     return cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
 
 
-class _InputGradientOf:
+class _InputGradientOf(InputGradient):
     """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
 
     def __init__(self, passes: Passes, home: HomeStream, index: int) -> None:
         self._passes, self._home, self._index = passes, home, index
 
     def expect(self) -> None:
-        """Keep the unit's parameters."""
         self._passes.expect_input_gradient(self._index)
 
     def begin(self) -> None:
-        """Note that the parameters' gradients come first."""
         self._passes.input_gradient(self._index)
 
     def end(self) -> None:
-        """Free the unit's parameters, unless another call needs them."""
         with self._home.visit():
             self._passes.post_backward(self._index)
 
 
-class _ViewedOutput:
-    """An output that is a view. A change in place puts a node into the graph that calls the one below by itself, past
-    the hooks of that one.
-
-    Args:
-        view: The output.
-        enter: What its hook calls.
-    """
-
-    def __init__(self, view: torch.Tensor, enter: Callable[[torch.Tensor], None]) -> None:
-        self._base, self._enter = view._base, enter
-        self._version = view._version
-
-    def follow(self) -> None:
-        """Hook the node that a change in place has put into the graph, if there is one."""
-        base = self._base
-        if base is not None and base._version != self._version and base.grad_fn is not None:
-            base.register_hook(self._enter)
+_View = tuple[torch.Tensor, int, Callable[[torch.Tensor], None]]
+"""An output that is a view: its base, the version that it had, and what its hook calls."""
 
 
-def _follow(views: list[_ViewedOutput]) -> None:
-    """End a forward, which has changed its views by now."""
-    for view in views:
-        view.follow()
+def _follow(views: list[_View]) -> None:
+    """End a forward, which has changed its views by now. A change in place puts a node into the graph that calls the
+    one below by itself, past the hooks of that one: hook it as well."""
+    for base, version, enter in views:
+        if base._version != version and base.grad_fn is not None:
+            base.register_hook(enter)
     views.clear()
 
 
@@ -313,7 +277,7 @@ def _announce_backward(
     unit: Unit,
     sources: Sequence[torch.Tensor],
     output: Any,
-    views: list[_ViewedOutput],
+    views: list[_View],
 ) -> bool:
     """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
     first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
@@ -350,8 +314,8 @@ def _announce_backward(
         followers: list[Callable[[Any], None]] = []
         tensor.register_hook(functools.partial(enter, followers=followers))
         setattr(tensor, _FOLLOWERS, followers)
-        if tensor._is_view() and not recomputing():
-            views.append(_ViewedOutput(tensor, functools.partial(enter, followers=followers)))
+        if (base := tensor._base) is not None and not recomputing():
+            views.append((base, tensor._version, functools.partial(enter, followers=followers)))
     if stays:
         return True
     for tensor in inner:
@@ -366,33 +330,26 @@ def _announce_backward(
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:
-    """Copy an output that is a parameter or a view of one, because it outlives the unit's gathered memory.
+    """Copy an output that is a parameter or a view of one, because it outlives the unit's memory; ``gathered`` are
+    identities of the gathered storages of all units."""
 
-    Args:
-        output: Output of a unit's forward.
-        gathered: Identities of the gathered storages of all units.
-    """
-
-    def is_gathered(tensor: torch.Tensor) -> bool:
-        return _has_storage(tensor) and tensor.untyped_storage()._cdata in gathered
+    def is_gathered(tensor: Any) -> bool:
+        return (
+            tensor.layout is torch.strided
+            and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+            and not is_traceable_wrapper_subclass(tensor)
+            and tensor.untyped_storage()._cdata in gathered
+        )
 
     if not any(map(is_gathered, tensors_in(output))):
         return output
     return tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if is_gathered(tensor) else tensor, output)
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
-    )
-
-
-def _state_dict_hook(join_spreads: Callable[[], None], holds: Holds, units: Sequence[Unit]) -> Callable[..., None]:
+def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        join_spreads()
-        if not holds.depth and any(unit.sharded for unit in units):
+        runtime.join_spreads()
+        if not runtime.holds.depth and any(unit.sharded for unit in runtime.units):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
                 "it inside `with thinwire.full_parameters(model):`"

@@ -48,12 +48,7 @@ class _Table(dict[str, Any]):
     """A module's parameters by name. It stores the tensors that modules compute with.
 
     A table is closed or open, which its class says: a reader of an open one gets what is stored, at the speed of a
-    dict.
-
-    Args:
-        table: All parameters of the module.
-        entries: Entries of the parameters that belong to units.
-        passes: Passes of the model.
+    dict. ``entries`` are those of the parameters that belong to units.
     """
 
     def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
@@ -84,7 +79,7 @@ class _Table(dict[str, Any]):
             super().__setitem__(name, entry.compute)
         elif isinstance(value, nn.Parameter) or value is None:
             raise UsageError(
-                f"{self._name(name)} = another parameter: the model is sharded, and the new parameter would never "
+                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never "
                 "train. Replace it before thinwire.shard, or write to this one with copy_()"
             )
         else:
@@ -93,8 +88,8 @@ class _Table(dict[str, Any]):
     def __delitem__(self, name: str) -> None:
         if name in self._entries:
             raise UsageError(
-                f"{self._name(name)} cannot be taken out of its module, as pruning and parametrizations do: the "
-                "model is sharded. Do it before thinwire.shard"
+                f"{self._entries[name].name} cannot be taken out of its module, as pruning and parametrizations do: "
+                "the model is sharded. Do it before thinwire.shard"
             )
         super().__delitem__(name)
 
@@ -103,9 +98,6 @@ class _Table(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
-
-    def _name(self, name: str) -> str:
-        return self._entries[name].name
 
     def stored(self) -> dict[str, Any]:
         """A plain dict of the tensors that modules compute with."""
@@ -164,13 +156,7 @@ def refuse_copy(*_: Any) -> NoReturn:
 def watch_reads(
     model: nn.Module, units: Sequence[Unit], shares: Mapping[str, ShardedParameter], passes: Passes
 ) -> list[Callable[[], None]]:
-    """Replace the table of parameters in every module of a model.
-
-    Args:
-        model: The model.
-        units: Its units.
-        shares: Shares of its parameters, by name; none for a part of a larger model.
-        passes: Receives the events of its passes.
+    """Replace the table of parameters in every module of a model. A part of a larger model has no ``shares``.
 
     Returns:
         Functions that put the tables of torch back.

@@ -94,10 +94,10 @@ class ShareUpdate:
             See :meth:`perform`.
         """
         self.reducer.join()
-        batches, may_wait = self._programs.updates(), spreads and self._may_wait
+        batches, may_wait = self._programs.updates, spreads and self._may_wait
         if at_once or not self._by_unit:
             batches, may_wait = [tuple(unit for batch in batches for unit in batch)], False
-        together = tuple(self._programs.spreads()) if spreads else None
+        together = tuple(self._programs.spreads) if spreads else None
         host.update(batches, _Batches(self, together, may_wait=may_wait))
         return frozenset() if spreads else None
 
@@ -127,7 +127,7 @@ class ShareUpdate:
         self.reducer.join()
         self.forget_gradients()
         trained = self._order()
-        for units in self._programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+        for units in self._programs.spreads or ([(u,) for u in trained] if self._copies else [(*trained,)]):
             self._update_units(units)
             self.spreads.start_batch(units)
         if not self._copies:
@@ -153,13 +153,13 @@ class ShareUpdate:
     def _write_back(self, units: Sequence[int]) -> None:
         """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
         them stay valid."""
-        used, trained = self.used, self.spreads.trained
-        only = None if used.all_used else {unit: used.among(unit, trained(unit)) for unit in units}
+        used, of_model = self.used, self.spreads.units
+        only = None if used.all_used else {unit: used.among(unit, of_model[unit].trained) for unit in units}
         self.spreads.write_back(units, only=only)
 
     def _order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""
-        return [unit for unit in self._programs.update_order() if unit in self.reducer.gradients]
+        return [unit for unit in self._programs.update_order if unit in self.reducer.gradients]
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """Set the gradients that the optimizer reads, in the dtype of the masters.
@@ -197,7 +197,7 @@ class _Batches:
         if not used.all_used:
             everything = itertools.chain.from_iterable(fragments.values())
             self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
-            self._only = {unit: used.among(unit, share.spreads.trained(unit)) for unit in share.reducer.gradients}
+            self._only = {unit: used.among(unit, share.spreads.units[unit].trained) for unit in share.reducer.gradients}
         # A batch that is under way on a device holds the flag by which its update is skipped.
         self._found_inf = vars(owned.optimizer).get("found_inf")
 
@@ -206,7 +206,8 @@ class _Batches:
 
     def expect(self, units: Sequence[int], updated: Ticket) -> None:
         self._share.reducer.expect(updated, units)
-        self._share.spreads.expect_update(units, updated.wait)
+        for unit in units:
+            self._share.spreads.units[unit].expect_update(updated.wait)
 
     def prepare(self, units: Sequence[int]) -> None:
         self._share.spreads.visit(units)
@@ -235,4 +236,4 @@ class _Batches:
             self._share.spreads.expect(updated, units)
         if self._together is not None:
             self._share.spreads.send_home(units, after)
-        return self._share.spreads.tickets(units)
+        return [ticket for unit in units for ticket in self._share.spreads.units[unit].spreads]

@@ -18,21 +18,19 @@ APPLIED: Final = "average.applied()"
 
 
 class Average:
-    """An average of the weights of a sharded model; made by :func:`average`.
-
-    Args:
-        runtimes: Runtimes of the model's parts.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
+    """An average of the weights of a sharded model, which may have several parts; made by :func:`average`."""
 
     def __init__(self, runtimes: Sequence[Runtime], decay: float | None, window: int | None) -> None:
-        self._parts = [_Part(runtime, decay, window or 1) for runtime in runtimes]
+        self._runtimes, self._means = runtimes, list[WeightMeans]()
+        for runtime in runtimes:
+            runtime.join_spreads()
+            runtime.means = WeightMeans(runtime.sharded.fragments, decay, window or 1)
+            self._means.append(runtime.means)
 
     @property
     def num_updates(self) -> int:
         """Number of updates so far, those before a loaded checkpoint included."""
-        return self._parts[0].means.counts[0]
+        return self._means[0].counts[0]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -41,8 +39,11 @@ class Average:
         Raises:
             UsageError: The model computes with the average, or is inside of another block that is for reading.
         """
-        for part in self._parts:
-            part.update()
+        for runtime, means in zip(self._runtimes, self._means, strict=True):
+            runtime.holds.refuse("average.update()")
+            if runtime.plan.residence.streams_states:
+                runtime.spreads.join()  # their new values may be on their way to the host
+            means.update()  # beside spreads: in this rank's piece they leave what is there
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -56,74 +57,43 @@ class Average:
         Raises:
             UsageError: The model is inside a forward or a backward, or another block is open.
         """
-        for part in self._parts:
-            part.refuse_to_apply()
+        for runtime in self._runtimes:
+            runtime.holds.refuse(APPLIED)
+            if runtime.passes.is_inside():
+                raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
         with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.applied())
+            for runtime, means in zip(self._runtimes, self._means, strict=True):
+                stack.enter_context(_applied(runtime, means))
             yield
 
 
-class _Part:
-    """The average of one part of the model.
-
-    Args:
-        runtime: Runtime of the part, which gets the average.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
-
-    def __init__(self, runtime: Runtime, decay: float | None, window: int) -> None:
+@contextlib.contextmanager
+def _applied(runtime: Runtime, means: WeightMeans) -> Iterator[None]:
+    """Let a part of the model have its average as its weights in this block."""
+    buffers = [buffer for unit in runtime.units for buffer in unit.buffers if buffer.layout.trainable]
+    # With a codec, P shards hold what earlier spreads have left there, which no spread brings back.
+    is_exact = used_codec(runtime.plan, "spread").is_none
+    with runtime.reading(APPLIED):
         runtime.join_spreads()
-        self._runtime, self._sharded, self._spreads = runtime, runtime.sharded, runtime.spreads
-        self.means = runtime.means = WeightMeans(self._sharded.fragments, decay, window)
-
-    def update(self) -> None:
-        """Let the average follow the weights."""
-        self._runtime.refuse("average.update()")
-        if self._sharded.plan.residence.streams_states:
-            self._spreads.join()  # their new values may be on their way to the host
-        self.means.update()  # beside spreads: in this rank's piece they leave what is there
-
-    def refuse_to_apply(self) -> None:
-        """Raise if the model may not change its weights now."""
-        self._runtime.refuse(APPLIED)
-        if self._runtime.is_inside:
-            raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Let the part have the average as its weights in this block."""
-        units = self._sharded.units
-        buffers = [buffer for unit in units for buffer in unit.buffers if buffer.layout.trainable]
-        # With a codec, P shards hold what earlier spreads have left there, which no spread brings back.
-        is_exact = used_codec(self._sharded.plan, "spread").is_none
-        with self._runtime.reading(APPLIED):
-            self._runtime.join_spreads()
-            kept = [] if is_exact else [buffer.shard.clone() for buffer in buffers]
-            self._swap(spread=True)
-            try:
-                yield
-            finally:
-                self._runtime.join_spreads()
-                self._swap(spread=is_exact)
-                for unit in units if kept else ():
-                    unit.updated()
-                for buffer, shard in zip(buffers if kept else (), kept, strict=True):
-                    buffer.shard.copy_(shard)
-
-    def _swap(self, *, spread: bool) -> None:
-        with torch.no_grad():
-            self.means.swap()
-            if spread:
-                self._spreads.write_back(range(len(self._sharded.units)), differences=True)
-                self._spreads.start(exactly=True)
+        kept = [] if is_exact else [buffer.shard.clone() for buffer in buffers]
+        _swap(runtime, means, spread=True)
+        try:
+            yield
+        finally:
+            runtime.join_spreads()
+            _swap(runtime, means, spread=is_exact)
+            for unit in runtime.units if kept else ():
+                unit.updated()
+            for buffer, shard in zip(buffers if kept else (), kept, strict=True):
+                buffer.shard.copy_(shard)
 
 
-def refuse_average(runtime: Runtime, action: str) -> None:
-    """Refuse an action while a model computes with its average, but not in other blocks for reading."""
-    if APPLIED in runtime.blocks:
-        runtime.refuse(action)
+@torch.no_grad()
+def _swap(runtime: Runtime, means: WeightMeans, *, spread: bool) -> None:
+    means.swap()
+    if spread:
+        runtime.spreads.write_back(range(len(runtime.units)), differences=True)
+        runtime.spreads.start(exactly=True)
 
 
 def average(model: nn.Module, *, decay: float | None = None, window: int | None = None) -> Average:
@@ -155,13 +125,7 @@ def average(model: nn.Module, *, decay: float | None = None, window: int | None 
 
 
 def average_of(runtimes: Sequence[Runtime], *, decay: float | None = None, window: int | None = None) -> Average:
-    """The same for the runtimes of a model's parts.
-
-    Args:
-        runtimes: Runtimes of the parts.
-        decay: See :func:`average`.
-        window: See :func:`average`.
-    """
+    """The same for the runtimes of a model's parts."""
     if (decay is None) == (window is None):
         raise UsageError(f"average(decay={decay}, window={window}): give one of them, decay = 0.999 or window = 100")
     if decay is not None and not 0 <= decay < 1:

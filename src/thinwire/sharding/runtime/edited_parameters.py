@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
-from torch import nn
 
 from thinwire.agreement import Typed
 from thinwire.errors import UsageError
@@ -19,12 +18,7 @@ _NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 
 class Written:
-    """Detects changes of gathered parameters, and carries them into the masters.
-
-    Args:
-        sharded: A model whose parameters have just been gathered.
-        shares: Shares of its parameters, by name.
-    """
+    """Detects changes of parameters, which have just been gathered, and carries them into the masters."""
 
     def __init__(self, sharded: ShardedModel, shares: Mapping[str, ShardedParameter]) -> None:
         self._sharded, self._shares = sharded, shares
@@ -34,43 +28,32 @@ class Written:
     def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.
 
-        Args:
-            keep: Whether changes are allowed.
-
         Raises:
             UsageError: There are changes, and ``keep`` is false.
         """
         changes = {}
-        for name, share, compute, unit in self._parameters():
-            changed = self._changes(share, compute, unit)
-            if changed is None:
-                continue
-            if not keep:
-                raise UsageError(
-                    f"{name} was written inside full_parameters(model), which would lose the change: use "
-                    "full_parameters(model, write=True) on every rank"
-                )
-            changes[name] = changed
-        if keep:
-            for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
-                self._keep(name, changes.get(name))
-
-    def _keep(self, name: str, changed: torch.Tensor | None) -> None:
-        share = self._shares[name]
-        if changed is not None:
-            compute = share.live.compute_tensor.detach()
-            piece = share.piece
-            piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
-        share.live.after_write()
-
-    def _parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Parameter, Unit]]:
         for unit in self._sharded.units:
-            for buffer in unit.buffers:
-                for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                    yield slot.name, self._shares[slot.name], compute, unit
+            for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
+                changed = self._changes(self._shares[name], unit)
+                if changed is not None and not keep:
+                    raise UsageError(
+                        f"{name} was written inside full_parameters(model), which would lose the change: use "
+                        "full_parameters(model, write=True) on every rank"
+                    )
+                if changed is not None:
+                    changes[name] = changed
+        if not keep:
+            return
+        for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
+            share = self._shares[name]
+            if (changed := changes.get(name)) is not None:
+                compute, piece = share.live.compute_tensor.detach(), share.piece
+                piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
+            share.live.after_write()
 
-    def _changes(self, share: ShardedParameter, compute: nn.Parameter, unit: Unit) -> torch.Tensor | None:
+    def _changes(self, share: ShardedParameter, unit: Unit) -> torch.Tensor | None:
         """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected."""
+        compute = share.live.compute_tensor
         counted = compute._version != self._versions[id(compute)]
         if not counted and not unit.sharded:
             return None

@@ -15,34 +15,28 @@ from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
-from thinwire.sharding.tensors.parameter import GradientHook, ShardedParameter
+from thinwire.sharding.tensors.parameter import GradientHook, LiveParameter, ShardedParameter
+from thinwire.sharding.tensors.spec import Live
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 _TORCHS_GRAD: Any = torch.Tensor.grad
 """torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
-
 
 _LOADS = 2
 """Copies of plain values to a frozen parameter that may be loads: at the beginning, and of the best weights in the end.
 Further ones are results of updates."""
 
 
-class ModelParameter:
-    """Connects the share of one parameter to the runtime.
-
-    Args:
-        masters: Masters of the model.
-        gradients: Gradients of the model.
-        unit: Unit of the parameter.
-        compute: Tensor that the parameter's module computes with.
-        trained: Place of the parameter in the runtime; ``None`` if it is frozen.
-    """
+class ModelParameter(LiveParameter):
+    """Connects the share of one parameter to the runtime."""
 
     share: ShardedParameter
     stored: StoredPiece | None = None
     """Its values, if they are kept encoded."""
     frozen_in: FlatBuffer | None = None
     """Its flat buffer, if it was frozen when the model was sharded."""
+    trained: TrainedParameter | None
+    """Its place in the runtime; ``None`` if it is frozen."""
 
     def __init__(
         self,
@@ -61,8 +55,8 @@ class ModelParameter:
     # -- the values --------------------------------------------------------------------------------------------
 
     def before_update(self, share: ShareTensor, *, loads: bool = False) -> ShareTensor | None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`. A frozen parameter that is kept in a narrower dtype than
-        it had gets a master: in bfloat16, 1 plus 0.3 % is 1, and a mean over steps would stand still."""
+        """Give a frozen parameter that is kept in a narrower dtype than it had a master: in bfloat16, 1 plus 0.3 % is
+        1, and a mean over steps would stand still."""
         if self.frozen_in is not None and self.frozen_in.narrows:
             self._loads += loads
             if not loads or self._loads > _LOADS:
@@ -70,22 +64,20 @@ class ModelParameter:
         return self.share.data if share.dtype != self.share.dtype else None
 
     def before_write(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self.masters.before_write()
         if self.stored is not None:
             self.stored.edit()
 
     def after_write(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         if self.stored is not None:
             self.stored.edit()
         self.masters.written(self.unit.index, self.compute_tensor)
 
     def overflowed(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        """Nothing depends on it."""
 
     def norms(self, order: float) -> torch.Tensor | None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        """No exchange for many values."""
         del order
         return None
 
@@ -110,7 +102,6 @@ class ModelParameter:
     # -- the gradient ------------------------------------------------------------------------------------------
 
     def gradient(self) -> ShareTensor | None:
-        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         if self.trained is None or not self.gradients.exists(self.trained):
             return None
         if self._gradient is None:
@@ -128,7 +119,6 @@ class ModelParameter:
         return self.gradients.piece(self.trained, self.share.spec.name)
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
-        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         trained = self.trained
         if trained is None:
             if value is not None:
@@ -167,44 +157,37 @@ class ModelParameter:
     # -- settings and hooks ------------------------------------------------------------------------------------
 
     def train(self, *, wanted: bool) -> None:
-        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         if self.trained is None:
             self.masters.want(self.share.spec.name, wanted=wanted)
         self.compute_tensor.requires_grad_(wanted)
 
     def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
-        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         handle: RemovableHandle = self.compute_tensor.register_hook(hook)
         return handle
 
     def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """See :class:`~thinwire.sharding.tensors.parameter.LiveParameter`."""
         handle = RemovableHandle(self.hooks)
         self.hooks[handle.id] = hook
         return handle
 
 
-class _LiveGradient:
+class _LiveGradient(Live):
     """Connects the gradient of one parameter to the runtime."""
 
     def __init__(self, parameter: ModelParameter) -> None:
         self._parameter = parameter
 
     def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
+        """A gradient keeps its memory."""
 
     def before_write(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self._parameter.gradient_piece()
 
     def after_write(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self._parameter.gradients.changed()
 
     def overflowed(self) -> None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
         self._parameter.gradients.overflowed()
 
     def norms(self, order: float) -> torch.Tensor | None:
-        """See :class:`~thinwire.sharding.tensors.spec.Live`."""
-        return self._parameter.gradients.norms.by_parameter(order)[self._parameter.share.spec.name]
+        return self._parameter.gradients.norms(order)[self._parameter.share.spec.name]

@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Final
 
 import torch
 from torch import nn
@@ -54,26 +55,14 @@ from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
 from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.spec import Plan
 
 
 class Runtime:
     """Everything that one model needs while it trains.
 
-    Args:
-        sharded: The model, in units.
-
     Attributes:
         sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
-        programs: Programs of the steps.
-        schedule: Position of the step in the program.
-        reducer: Reduces gradients.
-        passes: Receives the events that hooks report.
-        holds: Keeps gathered parameters that may still be read.
-        spreads: Spreads updated parameters.
         exchanges: Exchanges with other islands; ``None`` without islands.
-        step_check: Exchanges of the steps.
-        audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
         methods: Names of further methods of the model that run like its forward.
         optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
@@ -146,33 +135,9 @@ class Runtime:
         return control(self.sharded.part.data.everyone)
 
     @property
-    def decides_on_device(self) -> bool:
-        """Whether the device decides about a step, so that the host waits for no norm."""
-        return self.sharded.decides_on_device
-
-    @property
-    def is_inner(self) -> bool:
-        """Whether the model is a part inside of another, as experts are."""
-        return self.sharded.part.is_inner
-
-    @property
     def num_steps(self) -> int:
         """Number of optimizer steps taken so far."""
         return self.sharded.steps.taken
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the model is inside a forward, a backward or ``full_parameters()``."""
-        return self.passes.is_inside()
-
-    @property
-    def blocks(self) -> Sequence[str]:
-        """Names of the open blocks for reading, the outermost first."""
-        return self.holds.blocks
-
-    def refuse(self, action: str, *, beside: str | None = None) -> None:
-        """Refuse an action inside a block for reading; see :meth:`Holds.refuse`."""
-        self.holds.refuse(action, beside=beside)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -216,44 +181,11 @@ class Runtime:
         self.spreads.forget_parts()
         self.audit.watch()
 
-    # -- micro-batches -----------------------------------------------------------------------------------------
-
-    def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """Begin a micro-batch, to which the next forward and backward belong.
-
-        Args:
-            number: Number of the micro-batch, from 0.
-            last: Whether its backward is the step's last.
-        """
-        self.schedule.begin_micro_batch(number, last=last)
-
-    def select_micro_batch(self, number: int, *, last: bool) -> None:
-        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
-        the arguments."""
-        self.schedule.select(number, last=last)
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether the next backward is the step's last, in which ranks combine gradients."""
-        return self.schedule.last
-
-    @property
-    def backwards(self) -> int:
-        """Number of backwards of this step that have ended."""
-        return self.schedule.backwards
-
-    def count_gradients(self, *, wanted: bool) -> None:
-        """Set whether this rank's next gradients count; if not, they are zero, because the rank has run out of data."""
-        self.passes.gradients_count = wanted
-
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def close_step(self, *, measure: bool = False) -> StepResult:
         """Exchange the order of units, the used parameters and, on request, the norm with the other ranks, unless this
         step is closed already and no gradient has come since.
-
-        Args:
-            measure: Whether to measure the gradient norm.
 
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
@@ -282,7 +214,7 @@ class Runtime:
         """Scale the gradients so that the norm of the whole model is at most ``max_norm``; see
         :meth:`StepCheck.clip_gradients`."""
         if self.step_check.clip_gradients(norm, max_norm) and self.gradients is not None:
-            self.gradients.norms.forget()
+            self.gradients.forget_norms()
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -332,24 +264,17 @@ class Runtime:
         self._begin_next(step, updated=updated, only=only)
 
     def _begin_next(self, step: int, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
-        """Spread updated P shards and begin the next step.
-
-        Args:
-            step: Number of optimizer steps taken now.
-            updated: Whether parameters have new values.
-            exactly: See :meth:`Spreads.start`.
-            only: See :meth:`Spreads.start`.
-        """
+        """Spread updated P shards, as :meth:`Spreads.start` does, and begin the next step; ``step`` are taken now."""
         self.sharded.steps.taken = step - 1  # the spread belongs to the step that ends
         if updated:
             self.holds.end_step()
             self.spreads.start(exactly=exactly, only=only)
         self.sharded.steps.taken = step
         self.holds.release_reads()
-        self.passes.state.end_step()
+        self.passes.state.had_backward = self.passes.state.waits_for_backward = False
         self.audit.begin_step(step)
         self.schedule.abandon()
-        self.step_check.forget()
+        self.step_check.result = None
 
     def enter_islands(self, optimizer: InnerOptimizer | None, island: int, lighthouse: str) -> int:
         """See :func:`thinwire.enter_islands`."""
@@ -358,7 +283,7 @@ class Runtime:
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
         others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
         before_shutdown(exchanges.close)
-        self.refuse("enter_islands()")
+        self.holds.refuse("enter_islands()")
         self.join_spreads()
         exchanges.hold()
         entered = exchanges.enter(others, optimizer)
@@ -370,7 +295,7 @@ class Runtime:
         """Give all islands the same parameters. Collective over all islands."""
         if self.exchanges is None:
             return
-        self.refuse("join_islands()")
+        self.holds.refuse("join_islands()")
         self.join_spreads()
         written, step, fetched = self.exchanges.finish()
         if fetched:
@@ -392,11 +317,8 @@ class Runtime:
         self._begin_next(num_steps, updated=True, exactly=True)
 
     def join_spreads(self, *, settle: bool = True) -> None:
-        """Wait until every unit's parameters are up to date. Collective, if shares were written.
-
-        Args:
-            settle: Whether the host waits as well, so that it can read what lives there.
-        """
+        """Wait until every unit's parameters are up to date; to ``settle``, the host waits as well, so that it can read
+        what lives there. Collective, if shares were written."""
         if self.masters is not None:
             self.masters.flush()
         self.spreads.join(settle=settle)
@@ -405,10 +327,6 @@ class Runtime:
         """Wait until parameters are up to date and gradients are combined; see :meth:`join_spreads`."""
         self.join_spreads()
         self.reducer.settle()
-
-    def drain(self) -> None:
-        """Wait until nothing is on its way."""
-        self.lanes.drain()
 
     # -- whole parameters --------------------------------------------------------------------------------------
 
@@ -451,17 +369,8 @@ def _describer(runtime: Runtime) -> Callable[[], str]:
     return describe
 
 
-_RUNTIME = "_thinwire_runtime"
-
-
-def attach(model: nn.Module, runtime: Runtime) -> None:
-    """Store the runtime of a model."""
-    object.__setattr__(model, _RUNTIME, runtime)
-
-
-def detach(model: nn.Module) -> None:
-    """Remove the runtime of a model."""
-    object.__delattr__(model, _RUNTIME)
+RUNTIME: Final = "_thinwire_runtime"
+"""Attribute of a sharded model that holds its runtime."""
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -470,27 +379,9 @@ def runtime_of(model: nn.Module) -> Runtime:
     Raises:
         UsageError: The model is not sharded.
     """
-    runtime = getattr(model, _RUNTIME, None)
+    runtime = getattr(model, RUNTIME, None)
     if not isinstance(runtime, Runtime):
         raise UsageError(
             f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
         )
     return runtime
-
-
-def sharded_of(model: nn.Module) -> ShardedModel:
-    """The units of a sharded model, and what its ranks share.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
-    return runtime_of(model).sharded
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """The plan of a sharded model.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
-    return runtime_of(model).plan

@@ -44,11 +44,6 @@ def forget_share(compute: torch.Tensor) -> None:
 class ShardedParameters:
     """The parameters of one model, as share tensors.
 
-    Args:
-        sharded: The model.
-        masters: Its masters.
-        gradients: Its gradients.
-
     Attributes:
         parameters: Share of each parameter, by name, in the order of units.
     """
@@ -69,12 +64,8 @@ class ShardedParameters:
                     self._place_frozen(unit, buffer, frozen, spans)
 
     def train(self, buffers: Iterable[tuple[Unit, FlatBuffer, UnitGradient]], owned: Iterable[OwnedFragment]) -> None:
-        """Let the shares of frozen parameters be those of trained ones, which have got masters.
-
-        Args:
-            buffers: Their buffers, with the units and the gradients.
-            owned: This rank's fragments of them.
-        """
+        """Let the shares of frozen parameters, whose buffers have got masters, be those of trained ones. Of them, this
+        rank has the ``owned`` fragments."""
         spans: dict[str, tuple[int, int]] = {}
         holders, fragments = ModelHolders(self._sharded, spans, trained=True), _by_name(owned)
         for unit, buffer, part in buffers:
@@ -158,8 +149,7 @@ class ShardedParameters:
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
-            self._gradients.norms.shares.append(share)
-            self._gradients.hooks.append((share, live.hooks))
+            self._gradients.trained.append((share, live.hooks))
         if is_packed(live.compute_tensor):  # a state dict has its scales beside its codes
             vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share

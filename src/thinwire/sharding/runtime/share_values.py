@@ -31,13 +31,6 @@ from thinwire.sharding.tensors.parameter import ShardedParameter
 class Masters:
     """The masters of one model, as code outside of its passes writes them.
 
-    Args:
-        sharded: The model.
-        passes: Receives the events of its passes.
-        spreads: Spreads its updated parameters.
-        holds: Keeps its gathered parameters that may still be read.
-        finish_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.finish_step`.
-
     Attributes:
         reading: See :meth:`thinwire.sharding.step.passes.Passes.reading`.
         unfreeze: See :func:`thinwire.sharding.unfreezing.unfreeze`.
@@ -65,10 +58,6 @@ class Masters:
         self._tables: list[dict[str, nn.Parameter | None]] = []
         self._children: list[nn.Module | None] = []
         self._count = -1
-
-    def refuse(self, action: str) -> None:
-        """See :meth:`thinwire.sharding.step.pinned_units.Holds.refuse`."""
-        self._holds.refuse(action)
 
     def before_write(self) -> None:
         """Prepare for a write to masters: wait for the spreads that read them.
@@ -119,9 +108,12 @@ class Masters:
             UsageError: A backward is running that has not combined its gradients, or a ``full_parameters()`` block is
                 open.
         """
-        if self._updated_in_hooks is None:
-            _refuse_in_backward(action)
-        self.refuse(action)
+        if self._updated_in_hooks is None and recomputing():
+            raise UsageError(
+                f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the "
+                "backward has ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
+            )
+        self._holds.refuse(action)
 
     def finish_update(self) -> None:
         """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
@@ -188,19 +180,6 @@ def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
 
 
-def _refuse_in_backward(action: str) -> None:
-    """Refuse an action inside a backward.
-
-    Raises:
-        UsageError: A backward is running; the error names the action.
-    """
-    if recomputing():
-        raise UsageError(
-            f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the backward "
-            "has ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
-        )
-
-
 @dataclass(eq=False)
 class TrainedParameter:
     """A trained parameter's place in the runtime.
@@ -222,55 +201,11 @@ class TrainedParameter:
     shard: slice
 
 
-class GradientNorms:
-    """Caches the norms of all gradients of a model. Each order of norm needs one exchange.
-
-    Attributes:
-        shares: Parameters of the model that are trained.
-    """
-
-    def __init__(self) -> None:
-        self.shares: list[ShardedParameter] = []
-        self._norms: dict[float, dict[str, torch.Tensor]] = {}
-
-    def forget(self) -> None:
-        """Drop all norms, because a gradient has changed."""
-        if self._norms:
-            self._norms = {}
-
-    def by_parameter(self, order: float) -> dict[str, torch.Tensor]:
-        """Norms by the names of parameters that have gradients; fp32, 0-D. Collective."""
-        if order not in self._norms:
-            grads = {share.spec.name: share.grad for share in self.shares}
-            present = {name: grad for name, grad in grads.items() if grad is not None}
-            partial = torch.stack([power_sum(grad.piece, order) for grad in present.values()])
-            first = self.shares[0]
-            norms = from_power_sums(first.spec.holders.combined(partial), order).float().to(first.device)
-            self._norms[order] = dict(zip(present, norms, strict=True))
-        return self._norms[order]
-
-    def total(self, order: float) -> torch.Tensor:
-        """Norm of the whole gradient, fp32, 0-D. Collective."""
-        if not any(share.grad is not None for share in self.shares):
-            return torch.tensor(0.0)
-        norms = torch.stack(list(self.by_parameter(order).values()))
-        total: torch.Tensor = torch.linalg.vector_norm(norms, order)
-        return total
-
-
 class ShareGradients:
     """The gradients of one model's shares.
 
-    Args:
-        sharded: The model.
-        passes: Its passes.
-        reducer: Reduces its gradients.
-        step_check: Exchanges of its steps.
-        close_step: See :meth:`thinwire.sharding.runtime.runtime.Runtime.close_step`.
-
     Attributes:
-        norms: Norms of the gradients, cached until a gradient changes.
-        hooks: Trained shares, each with the hooks that wait for its combined gradient.
+        trained: Trained shares, each with the hooks that wait for its combined gradient.
     """
 
     def __init__(
@@ -285,13 +220,13 @@ class ShareGradients:
         plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
-        self.norms = GradientNorms()
-        self.hooks: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+        self.trained: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+        self._norms: dict[float, dict[str, torch.Tensor]] = {}  # by order and name, until a gradient changes
 
     def after_backward(self) -> None:
         """Call the hooks that wait for combined gradients, after the step's last backward."""
-        self.norms.forget()
-        for share, hooks in self.hooks:
+        self.forget_norms()
+        for share, hooks in self.trained:
             if hooks and share.grad is not None:
                 for hook in list(hooks.values()):
                     hook(share)
@@ -299,8 +234,26 @@ class ShareGradients:
     def norm(self, order: float) -> torch.Tensor:
         """Norm of the whole gradient without the loss scale; fp32, 0-D; on the device if ranks decide there, else on
         the CPU. Collective, after the step was closed."""
-        norm = self.norms.total(order) / self._step_check.gradient_scale
+        total = torch.tensor(0.0)
+        if any(share.grad is not None for share, _ in self.trained):
+            total = torch.linalg.vector_norm(torch.stack(list(self.norms(order).values())), order)
+        norm = total / self._step_check.gradient_scale
         return norm if self._on_device else norm.cpu()
+
+    def norms(self, order: float) -> dict[str, torch.Tensor]:
+        """Norms by the names of parameters that have gradients; fp32, 0-D. Collective, in one exchange."""
+        if order not in self._norms:
+            grads = {share.spec.name: share.grad for share, _ in self.trained}
+            present = {name: grad for name, grad in grads.items() if grad is not None}
+            partial = torch.stack([power_sum(grad.piece, order) for grad in present.values()])
+            first, _ = self.trained[0]
+            norms = from_power_sums(first.spec.holders.combined(partial), order).float().to(first.device)
+            self._norms[order] = dict(zip(present, norms, strict=True))
+        return self._norms[order]
+
+    def forget_norms(self) -> None:
+        """Drop the norms, because a gradient has changed."""
+        self._norms.clear()
 
     def exists(self, trained: TrainedParameter) -> bool:
         """Whether a parameter has a gradient on any rank. Collective, once after the step's last backward."""
@@ -320,11 +273,7 @@ class ShareGradients:
         return trained.part.absent and not self._added
 
     def piece(self, trained: TrainedParameter, name: str) -> torch.Tensor:
-        """Wait for the combined gradient and return this rank's share of it, 1-D.
-
-        Args:
-            trained: Place of the parameter.
-            name: Name of the parameter, for messages.
+        """Wait for the combined gradient of the parameter with this name and return this rank's share of it, 1-D.
 
         Raises:
             UsageError: The backward of the step's last micro-batch has not run.
@@ -349,7 +298,7 @@ class ShareGradients:
 
     def note_set(self, trained: TrainedParameter) -> None:
         """Record that a parameter was given a gradient; called alike on every rank."""
-        self._step_check.set_used(trained.unit, trained.slot, used=True)
+        self._step_check.used.set(trained.unit, trained.slot, used=True)
         self.changed()
 
     def forget(self, trained: TrainedParameter) -> None:
@@ -357,12 +306,12 @@ class ShareGradients:
         self.merge()
         self._reducer.join_unit(trained.unit)
         trained.part.forget(trained.index, trained.owned, trained.shard)
-        self._step_check.set_used(trained.unit, trained.slot, used=False)
+        self._step_check.used.set(trained.unit, trained.slot, used=False)
         self.changed()
 
     def changed(self) -> None:
-        """Drop the norms, which are stale after a change of gradients."""
-        self.norms.forget()
+        """Drop all norms, which are stale after a change of gradients."""
+        self.forget_norms()
         self._step_check.forget_norm()
 
     def overflowed(self) -> None:
@@ -376,7 +325,7 @@ class ShareGradients:
         """Take this rank's share, 1-D, of a gradient from an operation on shares; :meth:`merge` adds it."""
         self._step_check.begin_backward()
         self._step_check.used.note(trained.unit, trained.slot)
-        self.norms.forget()
+        self.forget_norms()
         self._added.append((trained, piece))
 
     def merge(self) -> None:
@@ -389,4 +338,4 @@ class ShareGradients:
     def drop_added(self) -> None:
         """Forget the gradients of operations on shares."""
         self._added.clear()
-        self.norms.forget()
+        self.forget_norms()

@@ -15,11 +15,12 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import gather_rows
+from thinwire.sharding.tensors.spec import Holders
 
 _ROW: Final[Typed[tuple[int, bool, dict[str, tuple[int, int]]]]] = Typed(tuple[int, bool, dict[str, tuple[int, int]]])
 
 
-class ModelHolders:
+class ModelHolders(Holders):
     """The data-parallel ranks of one model, as holders of the pieces of its parameters.
 
     Args:
@@ -27,9 +28,6 @@ class ModelHolders:
         spans: For each parameter, the first element and the number of elements on this rank.
         trained: Whether the parameters are trained ones, which are cut like the optimizer's shares. Frozen parameters
             are cut like P.
-
-    Attributes:
-        pieces: Number of distinct pieces of each parameter.
     """
 
     def __init__(self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool) -> None:
@@ -41,19 +39,16 @@ class ModelHolders:
         self.pieces = params.size * shard.size if trained else params.size
         # If several ranks hold the same piece, one of them contributes it.
         self._speaks = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and (trained or shard.index == 0)
-        self._everyones: list[tuple[bool, Mapping[str, tuple[int, int]]]] | None = None
         self._control = control(sharded.part.data.ranks)
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         if self.pieces == 1:
             return partial.double().reshape(1, -1)
         rows = gather_rows(self._summing, partial.to(self._device, torch.float64))
         return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
-        everyones = self._table()
+        everyones = self._table
         # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
         whole = torch.zeros(sum(sizes), dtype=piece.dtype)
@@ -72,23 +67,20 @@ class ModelHolders:
         return result.to(piece.device)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
         return gather_rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~thinwire.sharding.tensors.spec.Holders`."""
         return gather_rows(self._group, values)[0].contiguous()
 
     @functools.cached_property
     def _speaking(self) -> torch.Tensor:
         """Indices of the ranks that contribute their pieces; together they have each piece once."""
-        indices = [index for index, (speaks, _) in enumerate(self._table()) if speaks]
+        indices = [index for index, (speaks, _) in enumerate(self._table) if speaks]
         return torch.tensor(indices, device=self._device)
 
+    @functools.cached_property
     def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
         """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
-        if self._everyones is None:
-            everyone = self._control.all_gather_typed((self._group.index, self._speaks, dict(self._spans)), _ROW)
-            self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
-        return self._everyones
+        everyone = self._control.all_gather_typed((self._group.index, self._speaks, dict(self._spans)), _ROW)
+        return [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]

@@ -139,7 +139,9 @@ class LossScale:
         if finite:
             self._finite_steps += 1
             if self._finite_steps == self.growth_interval:
-                self._grow()
+                self._finite_steps = 0
+                grown = _rounded(before * self.growth)
+                self._value = grown if grown <= _LARGEST else before
             return self._value / before
         self._skipped_steps += 1
         self._finite_steps = 0
@@ -151,12 +153,6 @@ class LossScale:
                     f"{self.floor:g}: lower the learning rate, look at the data, or compute in bfloat16 or float32"
                 )
         return self._value / before
-
-    def _grow(self) -> None:
-        self._finite_steps = 0
-        grown = _rounded(self._value * self.growth)
-        if grown <= _LARGEST:
-            self._value = grown
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: the scale, the finite steps since it changed, and the skipped steps."""
@@ -170,10 +166,7 @@ class LossScale:
 
 
 def checked_state(state: Any) -> Mapping[str, Any] | None:
-    """Check the state of a loss scale in a checkpoint.
-
-    Args:
-        state: Result of :meth:`LossScale.state`, or ``None`` if the checkpoint has none.
+    """Check the state of a loss scale in a checkpoint, which may have none.
 
     Raises:
         CheckpointError: It is corrupt.

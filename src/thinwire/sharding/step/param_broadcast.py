@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -25,41 +25,23 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 
 
 class Spreads:
-    """Spreads the updated parameters of one model, as its program says.
-
-    Args:
-        sharded: The model.
-        programs: Programs of the model.
-    """
+    """Spreads the updated parameters of one model, as its program says."""
 
     def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
-        self._sharded, self._programs = sharded, programs
+        self.units, self._sharded, self._programs = sharded.units, sharded, programs
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
         self._on_host = sharded.plan.residence.streams_params
         self._leaving = deque[Unit]()  # units whose new values are on their way to the host
         self._parts: dict[BufferKey, Part] = {}  # parts of joint spreads without a codec, made once
 
-    def expect_update(self, units: Iterable[int], take: Callable[[], None]) -> None:
-        """Let units take up their new values by ``take`` before anything needs them."""
-        for index in units:
-            self._sharded.units[index].expect_update(take)
-
     def expect(self, ticket: Ticket, units: Iterable[int]) -> None:
         """Let units wait for their update."""
         for index in units:
-            self._sharded.units[index].expect_spread(ticket)
-
-    def tickets(self, units: Iterable[int]) -> Sequence[Ticket]:
-        """Tickets of the spreads of units that are under way."""
-        return [ticket for index in units for ticket in self._sharded.units[index].spreads]
+            self.units[index].expect_spread(ticket)
 
     def forget_parts(self) -> None:
         """Forget which buffers travel together, because units have other ones."""
         self._parts.clear()
-
-    def trained(self, index: int) -> Sequence[torch.Tensor]:
-        """The trainable parameters of a unit."""
-        return self._sharded.units[index].trained
 
     def write_back(
         self,
@@ -83,14 +65,14 @@ class Spreads:
     def invalidate(self, indices: Sequence[int], only: Mapping[int, Collection[int]] | None = None) -> None:
         """Invalidate everything that is derived from units' P shards; see :meth:`write_back` for the arguments."""
         for index in indices:
-            self._sharded.units[index].updated(None if only is None else only[index])
+            self.units[index].updated(None if only is None else only[index])
 
     def cast(self, indices: Sequence[int], *, differences: bool = False) -> None:
         """Cast the new values of units' masters, on the device, into their P shards; see :meth:`write_back`."""
         places: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for index in indices:
-            for buffer in self._sharded.units[index].buffers:
+            for buffer in self.units[index].buffers:
                 if buffer.stored is not None:
                     buffer.stored.take_edits()
                 if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
@@ -107,11 +89,11 @@ class Spreads:
             exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
             only: Numbers of the units to spread, the same on every rank; all by default.
         """
-        for batch in self._programs.spreads():
+        for batch in self._programs.spreads:
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)
         if self._on_host:
-            self.send_home(range(len(self._sharded.units)))  # those that no batch spreads
+            self.send_home(range(len(self.units)))  # those that no batch spreads
 
     def start_batch(
         self,
@@ -121,34 +103,27 @@ class Spreads:
         only: Set[int] | None = None,
         after: Sequence[Ticket] = (),
     ) -> None:
-        """Start spreading the P shards of units that travel together; see :meth:`start`. Ranks start batches in the
-        same order.
-
-        Args:
-            batch: Numbers of the units.
-            exactly: See :meth:`start`.
-            only: See :meth:`start`.
-            after: Tickets of what must end first.
-        """
-        operations = self._programs.spreads().get(batch, ())
+        """Start spreading the P shards of units that travel together, once ``after`` has ended; see :meth:`start`.
+        Ranks start batches in the same order."""
+        operations = self._programs.spreads.get(batch, ())
         for operation, _ in operations:
             if len(batch) > 1:
                 self._start_together(operation, only, after)
             else:
                 ((index, number),) = operation.buffers
-                unit = self._sharded.units[index]
+                unit = self.units[index]
                 moves = self._moves(operation, unit.buffers[number], exactly=exactly)
                 unit.spread(number, operation.lane, moves, after)
         if self._on_host:
             self.send_home(batch, after)
         if any(waited for _, waited in operations):
             for index in batch:
-                self._sharded.units[index].join_spread()
+                self.units[index].join_spread()
 
     def visit(self, indices: Iterable[int]) -> None:
         """Have memory of the device for P shards of units that live on the host, and where spreads add to what ranks
         hold, these values. On the thread that computes, before :meth:`write_back` on any stream."""
-        units = [self._sharded.units[index] for index in indices]
+        units = [self.units[index] for index in indices]
         buffers = [buffer for unit in units for buffer in unit.buffers if buffer.visit()]
         kept = [buffer for buffer in buffers if self._spreads_difference(buffer)]
 
@@ -160,19 +135,15 @@ class Spreads:
             self._sharded.lanes.submit(HostLane.UP, come_up).wait()
 
     def send_home(self, indices: Iterable[int], after: Sequence[Ticket] = ()) -> None:
-        """Let new values of P shards that live on the host go down, once those of several units before have.
-
-        Args:
-            indices: Numbers of the units, whose spreads have begun.
-            after: Tickets of their updates.
-        """
-        units = self._sharded.units
+        """Let new values of P shards that live on the host go down, once those of several units before have. Their
+        spreads have begun; ``after`` are tickets of their updates."""
+        units = self.units
         self._leaving += [unit for unit in (units[index] for index in indices) if unit.send_home(after)]
         while len(self._leaving) > LEAVING:
             self._leaving.popleft().join_spread()
 
     def _start_together(self, operation: Operation, only: Set[int] | None, after: Sequence[Ticket]) -> None:
-        units, codec = self._sharded.units, self._sharded.codecs.spread if operation.encoded else None
+        units, codec = self.units, self._sharded.codecs.spread if operation.encoded else None
         parts, names = [], {}
         for key in operation.buffers:
             index, _ = key
@@ -191,7 +162,7 @@ class Spreads:
         """A buffer as a part of a joint spread."""
         index, number = key
         if key not in self._parts:
-            shard = self._sharded.units[index].buffers[number].written
+            shard = self.units[index].buffers[number].written
             self._parts[key] = Part(shard, shard.view(self._group.size, -1)[self._group.index])
         return (
             replace(self._parts[key], seed=self._sharded.seeds.of_unit(Lane.SPREAD, index))
@@ -200,12 +171,9 @@ class Spreads:
         )
 
     def join(self, *, settle: bool = True) -> None:
-        """Wait until every unit's parameters are up to date, and its P shard may be written.
-
-        Args:
-            settle: Whether the host waits as well, so that it can read what lives there.
-        """
-        for unit in self._sharded.units:
+        """Wait until every unit's parameters are up to date, and its P shard may be written; to ``settle``, the host
+        waits as well, so that it can read what lives there."""
+        for unit in self.units:
             unit.release_shard()
         if settle:
             self._sharded.lanes.settle(HostLane.DOWN)

@@ -45,9 +45,6 @@ class Pass(enum.Enum):
 class PassState:
     """The state of a model's passes.
 
-    Args:
-        num_units: Number of units in the model.
-
     Attributes:
         present: The pass that the model is in. A plain attribute, because every hook reads it; :meth:`enter` sets it.
         inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
@@ -87,10 +84,6 @@ class PassState:
             unit.opened(True)
             self._opened.append(unit)
 
-    def end_step(self) -> None:
-        """Forget the passes of a step that was taken."""
-        self.had_backward = self.waits_for_backward = False
-
 
 class Delivery(Protocol):
     """What takes the gradients of one unit's trained parameters from autograd."""
@@ -109,18 +102,10 @@ class Passes:
     """The passes of one model.
 
     Args:
-        sharded: The model.
-        schedule: Cursor in the model's program.
-        reducer: Reducer of the model's gradients.
-        step_check: Exchanges of the model's steps.
-        holds: Frees the model's units.
         before_computing: Called before parameters are used for computation.
         after_last: Called after a step's last backward.
 
     Attributes:
-        state: State of the passes.
-        holds: Frees the model's units.
-        audit: Detects writes to parameters inside a forward.
         root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the
             current pass; ``None`` otherwise.
         encodes_gradients: Whether gradients are encoded in this step; ``None`` if that depends on the progress of
@@ -223,7 +208,7 @@ class Passes:
         call no hooks that would gather it again."""
         with temporarily_clear_interpreter_stack():  # a transform refuses writes to tensors from outside of it
             for unit in self._units:
-                self.holds.read(unit.index)
+                self.holds.reads.add(unit.index)
                 unit.need(from_secondary=False)
         self.holds.depth += 1
         self._is_transformed = True
@@ -318,12 +303,8 @@ class Passes:
         unit.need(from_secondary=second)
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
-        """Handle the end of a unit's forward.
-
-        Args:
-            index: Number of the unit.
-            will_hear: Whether a hook on the unit's outputs will report its backward.
-        """
+        """Handle the end of a unit's forward. ``will_hear``: whether a hook on the unit's outputs will report its
+        backward."""
         if self.holds.depth or recomputing():
             return
         unit, state, moment = self._units[index], self.state, self._ends[index]
@@ -357,12 +338,8 @@ class Passes:
             self.leave_forward()
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
-        """Handle a backward that reaches a unit's outputs.
-
-        Args:
-            index: Number of the unit.
-            will_leave: Whether the unit stays open until :meth:`post_backward` or the end of the backward.
-        """
+        """Handle a backward that reaches a unit's outputs. ``will_leave``: whether the unit stays open until
+        :meth:`post_backward` or the end of the backward."""
         if self.state.present is not Pass.BACKWARD:
             self.begin()
         if will_leave:
@@ -533,5 +510,5 @@ class Passes:
         if not unit.sharded:
             unit.join_spread()
         elif self.state.present is Pass.FORWARD or recomputing():
-            self.holds.read(index)
+            self.holds.reads.add(index)
             unit.need(from_secondary=self.evaluates_from_secondary)

@@ -22,7 +22,6 @@ class Holds:
     """Frees units, unless code outside the program may still read them.
 
     Args:
-        units: Units of the model, by number.
         before_gathering: Called before all parameters are gathered for reading.
 
     Attributes:
@@ -52,25 +51,13 @@ class Holds:
         return self._units[index].free()
 
     def free_all(self, *, keep: Collection[int] = ()) -> None:
-        """Free every unit that is not held.
-
-        Args:
-            keep: Numbers of units to leave as they are.
-        """
+        """Free every unit that is not held, except those with the numbers ``keep``."""
         for unit in self._units:
             if unit.index not in keep and unit.state is not State.SHARDED:
                 self.free(unit.index)
 
-    def read(self, index: int) -> None:
-        """Hold a unit that is read outside its forward."""
-        self.reads.add(index)
-
     def release_reads(self, *, free: bool = False) -> None:
-        """Release the units that were read outside their forward.
-
-        Args:
-            free: Whether to free those units now.
-        """
+        """Release the units that were read outside their forward; with ``free``, free them now."""
         read, self.reads = self.reads, set()
         for index in read if free else ():
             self.free(index)
@@ -145,11 +132,7 @@ class Holds:
         self.free_all()
 
     def refuse(self, action: str, *, beside: str | None = None) -> None:
-        """Refuse an action inside a block that would make its parameters stale.
-
-        Args:
-            action: What it is, for the message.
-            beside: Name of blocks in which it is allowed.
+        """Refuse an action inside a block, except those called ``beside``, that would make its parameters stale.
 
         Raises:
             UsageError: A block is open; the error names both.

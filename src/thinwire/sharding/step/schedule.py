@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import Final, TypeVar
 
 from thinwire.program import (
     UNDER_WAY,
@@ -31,6 +33,7 @@ from thinwire.program import (
     default_trace,
     lower,
 )
+from thinwire.program.gathers import Retention, retention
 from thinwire.sharding.grads.reducer import Turns
 from thinwire.sharding.grads.turns import ReductionTurn, reduction_turns
 from thinwire.sharding.params.param_group import GatherBatch
@@ -62,17 +65,8 @@ def place_of(micro_batch: int, *, last: bool) -> Place:
     return min(micro_batch, ANY_MICRO_BATCHES - 2), ANY_MICRO_BATCHES
 
 
-class Retained(NamedTuple):
-    """Units that a micro-batch does not free.
-
-    Attributes:
-        kept: Units that stay gathered from its forward to its backward.
-        carried: Units that stay gathered from its backward to the next forward.
-    """
-
-    kept: frozenset[int] = frozenset()
-    carried: frozenset[int] = frozenset()
-
+_NOTHING: Final = Retention(frozenset(), frozenset(), frozenset())
+"""What stays gathered where no program says so."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -80,11 +74,7 @@ Value = TypeVar("Value")
 
 class _Table(dict[Key, Value]):
     """A table whose entries are made when they are first looked up. Every hook looks something up, so that a call for
-    it would cost more than the rest.
-
-    Args:
-        make: Makes an entry.
-    """
+    it would cost more than the rest."""
 
     def __init__(self, make: Callable[[Key], Value]) -> None:
         super().__init__()
@@ -98,31 +88,24 @@ class _Table(dict[Key, Value]):
 class Programs:
     """The programs of one model, each lowered once, and lookup tables for hooks.
 
-    Args:
-        plan: The plan.
-        infos: Descriptions of the units.
-        position: Position in the mesh of the rank that performs the programs.
-
     Attributes:
+        position: Position in the mesh of the rank that performs the programs.
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
         repeated: Units of the trace that both its forward and its backward need.
         prefetches: By place, and by the position of a forward event or by a backward event, the gathers that the event
             starts for later.
         retained: The units that a micro-batch does not free, by whether it is the step's last.
+        turns: The reductions of a micro-batch that follows the trace, by place.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
         self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
         self.repeated = frozenset[int]()
-        self._programs: dict[tuple[Trace, int, bool, bool, tuple[int, ...]], StepProgram] = {}
+        self._lowered = lru_cache(MOST_PROGRAMS)(self._lower)
         self.prefetches = _Table(self._tabulate)
         self.retained = _Table(self._retain)
-        # Tables for the trace; see the methods of these names.
-        self._turns: dict[Place, Turns] = {}
-        self._spreads: dict[tuple[int, ...], list[tuple[Operation, bool]]] | None = None
-        self._update_order: tuple[int, ...] | None = None
-        self._updates: list[tuple[int, ...]] | None = None
+        self.turns: _Table[Place, Turns] = _Table(lambda place: self.cut(self._trace_so_far(), place))
 
     def program(
         self,
@@ -142,22 +125,21 @@ class Programs:
             unit_by_unit: Whether every unit is reduced in a bucket of its own.
             fragments: Fragments that the step begins to exchange with other islands.
         """
-        trace = trace or self._trace_so_far()
-        key = (trace, micro_batches, clip, unit_by_unit, fragments)
-        if key not in self._programs:
-            if len(self._programs) >= MOST_PROGRAMS:
-                self._programs.clear()
-            plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
-            self._programs[key] = lower(
-                plan,
-                self.infos,
-                micro_batches=micro_batches,
-                trace=trace,
-                position=self.position,
-                clip=clip,
-                fragments=fragments,
-            )
-        return self._programs[key]
+        return self._lowered(trace or self._trace_so_far(), micro_batches, clip, unit_by_unit, fragments)
+
+    def _lower(
+        self, trace: Trace, micro_batches: int, clip: bool, unit_by_unit: bool, fragments: tuple[int, ...]
+    ) -> StepProgram:
+        plan = self.plan.model_copy(update={"bucket_bytes": 1, "reduce_bytes": 0}) if unit_by_unit else self.plan
+        return lower(
+            plan,
+            self.infos,
+            micro_batches=micro_batches,
+            trace=trace,
+            position=self.position,
+            clip=clip,
+            fragments=fragments,
+        )
 
     def adopt(self, trace: Trace) -> None:
         """Follow another trace from now on."""
@@ -167,7 +149,7 @@ class Programs:
     def replan(self, plan: Plan) -> None:
         """Switch to a plan that differs only in its codecs."""
         self.plan = plan
-        self._programs.clear()
+        self._lowered.cache_clear()
         self._forget_tables()
 
     def restart(self, infos: Sequence[UnitInfo]) -> None:
@@ -177,49 +159,33 @@ class Programs:
 
     # -- what the program says ---------------------------------------------------------------------------------
 
-    def turns(self, place: Place, forward: Sequence[Moment] = ()) -> Turns:
-        """The reductions of a micro-batch.
-
-        Args:
-            place: Representative of the micro-batch.
-            forward: Forward events of the micro-batch; default: those of the trace.
-        """
-        if forward:
-            return self._cut(Trace.of_forward(forward), place)
-        if place not in self._turns:
-            self._turns[place] = self._cut(self._trace_so_far(), place)
-        return self._turns[place]
-
+    @cached_property
     def spreads(self) -> Mapping[tuple[int, ...], Sequence[tuple[Operation, bool]]]:
         """The spreads of updated parameters, by the units that travel together, in the order in which the forward needs
         the units; each with a flag that is true if the step waits for it."""
-        if self._spreads is None:
-            program, step = self.program(1), Event(Phase.STEP, -1, 0)
-            waited = program.waits.get(step, ())
-            batches: list[tuple[dict[int, None], list[tuple[Operation, bool]]]] = []
-            for op in program.starts(step):
-                if op.lane is Lane.SPREAD:
-                    if not batches or batches[-1][0].keys().isdisjoint(op.units):
-                        batches.append(({}, []))
-                    units, operations = batches[-1]
-                    units.update(dict.fromkeys(op.units))
-                    operations.append((op, op.index in waited))
-            self._spreads = {tuple(units): operations for units, operations in batches}
-        return self._spreads
+        program, step = self.program(1), Event(Phase.STEP, -1, 0)
+        waited = program.waits.get(step, ())
+        batches: list[tuple[dict[int, None], list[tuple[Operation, bool]]]] = []
+        for op in program.starts(step):
+            if op.lane is Lane.SPREAD:
+                if not batches or batches[-1][0].keys().isdisjoint(op.units):
+                    batches.append(({}, []))
+                units, operations = batches[-1]
+                units.update(dict.fromkeys(op.units))
+                operations.append((op, op.index in waited))
+        return {tuple(units): operations for units, operations in batches}
 
+    @cached_property
     def updates(self) -> Sequence[tuple[int, ...]]:
         """The batches of units whose states pass through the device together, in order; none if states live there."""
-        if self._updates is None:
-            step = self.program(1).starts(Event(Phase.STEP, -1, 0))
-            self._updates = [op.units for op in step if op.lane is HostLane.UPDATE]
-        return self._updates
+        step = self.program(1).starts(Event(Phase.STEP, -1, 0))
+        return [op.units for op in step if op.lane is HostLane.UPDATE]
 
+    @cached_property
     def update_order(self) -> tuple[int, ...]:
         """Units in the order in which their gradients arrive; units that the forward skipped come first."""
-        if self._update_order is None:
-            traced = self._trace_so_far().reduction_order
-            self._update_order = (*(u for u in reversed(range(len(self.infos))) if u not in traced), *traced)
-        return self._update_order
+        traced = self._trace_so_far().reduction_order
+        return (*(u for u in reversed(range(len(self.infos))) if u not in traced), *traced)
 
     def following(self, unit: int) -> tuple[int, ...]:
         """The units to gather while ``unit`` runs in an evaluation, which has no program."""
@@ -255,17 +221,12 @@ class Programs:
                     batches.append(GatherBatch(keys, operation.axis is Axis.SECONDARY))
         return {moment: tuple(prefetches) for moment, prefetches in table.items()}
 
-    def _retain(self, last: bool) -> Retained:
-        program, trace = self.program(1 if last else 2), self._trace_so_far()
-        frees = [(event.phase, units) for event, units in program.frees.items() if event.micro_batch == 0]
-        freed = {(phase, unit) for phase, units in frees for unit in units}
-        in_backward = {unit for phase, unit in freed if phase is not Phase.POST_FORWARD}
-        return Retained(
-            frozenset(unit for unit in trace.needed if (Phase.POST_FORWARD, unit) not in freed),
-            frozenset(unit for unit in trace.needed if unit not in in_backward),
-        )
+    def _retain(self, last: bool) -> Retention:
+        chosen = retention(self.plan, self.infos, self._trace_so_far())
+        return replace(chosen, carried=frozenset()) if last else chosen
 
-    def _cut(self, trace: Trace, place: Place) -> Turns:
+    def cut(self, trace: Trace, place: Place) -> Turns:
+        """The reductions of a micro-batch with this order of units."""
         position, micro_batches = place
 
         def table(*, unit_by_unit: bool) -> Mapping[int, ReductionTurn]:
@@ -275,28 +236,20 @@ class Programs:
         def late(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:
                 # The forward skipped the unit, but other code read its parameters.
-                return self._cut(default_trace(self.infos, recompute=self.plan.recompute), place).late(unit)
+                return self.cut(default_trace(self.infos, recompute=self.plan.recompute), place).late(unit)
             return table(unit_by_unit=True)[unit]
 
         return Turns(table(unit_by_unit=False), late)
 
     def _forget_tables(self) -> None:
-        self.prefetches.clear()
-        self.retained.clear()
-        self._turns.clear()
-        self._spreads = self._update_order = self._updates = None
-
-
-def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:
-    """The plan, or the same with a bucket for every unit."""
-    return plan.model_copy(update={"bucket_bytes": 1, "reduce_bytes": 0}) if unit_by_unit else plan
+        for table in (self.prefetches, self.retained, self.turns):
+            table.clear()
+        for name in ("spreads", "updates", "update_order"):
+            self.__dict__.pop(name, None)
 
 
 class Schedule:
     """Follows one model through its steps.
-
-    Args:
-        programs: Programs of the model.
 
     Attributes:
         backwards: Backwards of this step that have ended.
@@ -342,7 +295,7 @@ class Schedule:
         if len(self.forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
         if len(self.order.events) >= MOST_EVENTS:
-            self.order.shorten()
+            self.order.go_on(self.order.value, [])  # a hash instead of a long list
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -413,11 +366,7 @@ class Schedule:
         return Trace(tuple(forward), tuple(self.backward))
 
     def ranks_met(self, *, same_order: bool) -> None:
-        """Adopt the order of this step where parameters are whole, if all ranks had the same.
-
-        Args:
-            same_order: Whether the events of the step were the same on every rank.
-        """
+        """Adopt the order of this step where parameters are whole, if all ranks had the same."""
         proposed, self._proposed = self._proposed, None
         if same_order and proposed is not None and proposed != self.programs.trace:
             self.programs.adopt(proposed)
@@ -450,7 +399,7 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order.reset()
+        self.order.go_on(0, [])
         self.backwards = 0
 
     @contextlib.contextmanager
@@ -464,7 +413,7 @@ class Schedule:
         finally:
             if before == (self.backwards, self.micro_batch):
                 self.forward[:], self._unrecorded[:] = forward, unrecorded
-                self.order.restore(order)
+                self.order.go_on(*order)
                 self._deviated = deviated
 
     # -- what the program says ---------------------------------------------------------------------------------
@@ -472,16 +421,15 @@ class Schedule:
     def turns(self) -> Turns:
         """The reductions of the current micro-batch, whose backward begins, in the reverse order of its forward."""
         trace = self.programs.trace
-        if self._whole:
-            return self.programs.turns(self._place)
-        if trace is not None and not self._deviated and len(self.forward) == len(trace.forward):
-            return self.programs.turns(self._place)
-        return self.programs.turns(self._place, self.forward)
+        follows = trace is not None and not self._deviated and len(self.forward) == len(trace.forward)
+        if self._whole or follows or not self.forward:
+            return self.programs.turns[self._place]
+        return self.programs.cut(Trace.of_forward(self.forward), self._place)
 
-    def retained(self) -> Retained:
+    def retained(self) -> Retention:
         """Units that this micro-batch does not free; none before the first trace."""
         if self._whole or self.programs.trace is None or self._deviated:
-            return Retained()
+            return _NOTHING
         return self.programs.retained[self.last]
 
     def _deviate(self) -> None:
@@ -510,20 +458,12 @@ class _OrderHash:
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
 
     def saved(self) -> tuple[int, list[Moment]]:
-        """The events so far, for :meth:`restore`."""
+        """The hash of earlier events, and a copy of those since, for :meth:`go_on`."""
         return self._prefix, list(self.events)
 
-    def restore(self, saved: tuple[int, list[Moment]]) -> None:
-        """Forget what came after :meth:`saved`."""
-        self._prefix, self.events = saved
-
-    def shorten(self) -> None:
-        """Replace a long list of events by its hash."""
-        self._prefix, self.events = self.value, []
-
-    def reset(self) -> None:
-        """Forget all events."""
-        self._prefix, self.events = 0, []
+    def go_on(self, prefix: int, events: list[Moment]) -> None:
+        """Go on from the hash of earlier events, 0 for none, and those since."""
+        self._prefix, self.events = prefix, events
 
     @property
     def value(self) -> int:

@@ -28,8 +28,6 @@ class ShardedModel:
     """A model in units, on this rank.
 
     Attributes:
-        model: Root module.
-        plan: Plan of the model.
         part: Part of a larger model that this rank trains.
         is_whole_model: Whether the model is complete, rather than a part of a larger model.
         rank: Index of this rank among the data-parallel ranks.
@@ -38,14 +36,12 @@ class ShardedModel:
         gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
         arenas: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``; on the host if they live there.
             Besides the first, one for each buffer that was frozen when the model was sharded, and is trained since.
-        device: Device of the model.
         slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
         lanes: Lanes that communication runs on.
         axes: Groups of ranks, by axis and lane.
         world: All ranks, for numbers that stay on the device, so that the host waits for none; ``None`` where the host
             decides about a step.
         meter: Counts the bytes that this rank sends.
-        codecs: Codecs of the plan.
         steps: Counts the optimizer steps; the runtime writes it.
         seeds: Seeds for codecs that round at random.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import struct
@@ -18,7 +17,6 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.params.write_audit import WriteAudit
@@ -64,9 +62,6 @@ class StepResult:
 
 class UsedGradients:
     """Tracks which trainable parameters have gradients: on this rank and, after an exchange, on any rank.
-
-    Args:
-        infos: Descriptions of the units.
 
     Attributes:
         mine: For each trainable parameter in order, 1 if this rank has a gradient for it, else 0.
@@ -114,11 +109,7 @@ class UsedGradients:
         self._anywhere, self.all_used = None, False
 
     def undo_backward(self, lost: Collection[int]) -> None:
-        """Discard the gradients of a backward that failed.
-
-        Args:
-            lost: Units that have lost earlier gradients, too.
-        """
+        """Discard the gradients of a backward that failed; the ``lost`` units have lost earlier ones, too."""
         self.mine[:] = self._before
         for unit in lost:
             first, count = self._first_bit[unit], self._counts[unit]
@@ -138,11 +129,7 @@ class UsedGradients:
             self.all_used = all(self._anywhere)
 
     def learn(self, anywhere: Sequence[bool]) -> None:
-        """Store the result of an exchange.
-
-        Args:
-            anywhere: For each trainable parameter, whether any rank has a gradient.
-        """
+        """Store the result of an exchange: for each trainable parameter, whether any rank has a gradient."""
         self._anywhere, self.all_used = list(anywhere), all(anywhere)
 
     def is_known(self) -> bool:
@@ -155,22 +142,12 @@ class UsedGradients:
         return self._anywhere[self._first_bit[unit] + slot]
 
     def among(self, unit: int, parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-        """Identities of a unit's parameters for which :meth:`is_used` holds.
-
-        Args:
-            unit: Number of the unit.
-            parameters: Its trainable parameters, in order.
-        """
+        """Identities of those of a unit's trainable parameters, given in order, for which :meth:`is_used` holds."""
         return frozenset(id(p) for slot, p in enumerate(parameters) if self.is_used(unit, slot))
 
 
 class GradientNorm:
-    """The L2 norm of a model's gradient over all ranks.
-
-    Args:
-        sharded: The model.
-        reducer: Reducer of the model's gradients.
-    """
+    """The L2 norm of a model's gradient over all ranks."""
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
         self._sharded, self._reducer = sharded, reducer
@@ -193,12 +170,6 @@ class GradientNorm:
         everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
         return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
 
-    @functools.cached_property
-    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
-        """Fragments of parameters that no other tensor-parallel rank holds."""
-        slices = self._sharded.slices
-        return [owned for owned in self._sharded.fragments if slices[owned.fragment.slot.name] is not None]
-
     def _norms_of_units(self) -> list[torch.Tensor]:
         norms, gradients = [], self._reducer.gradients
         if self._sharded.lanes.home.exists:
@@ -209,21 +180,17 @@ class GradientNorm:
         return norms
 
     def _norms_of_fragments(self) -> list[torch.Tensor]:
+        """Of parameters that no other tensor-parallel rank holds."""
         self._reducer.settle()
-        return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
+        fragments, slices = self._sharded.fragments, self._sharded.slices
+        own = [owned for owned in fragments if slices[owned.fragment.slot.name] is not None]
+        return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
 
 
 class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
-    Args:
-        sharded: The model.
-        reducer: Reducer of the model's gradients.
-        audit: Detects writes to parameters inside a forward.
-
     Attributes:
-        used: Flags of the parameters that have gradients.
-        audit: Detects writes to parameters inside a forward.
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
         loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
@@ -256,10 +223,6 @@ class StepCheck:
         self.used.begin_backward()
         self.result = None
 
-    def forget(self) -> None:
-        """Drop the agreement at the end of a step."""
-        self.result = None
-
     def forget_gradients(self) -> None:
         """Record that no parameter has a gradient any more."""
         self.used.forget()
@@ -270,19 +233,10 @@ class StepCheck:
         if self.result is not None:
             self.result = replace(self.result, norm=_UNKNOWN, measured=False)
 
-    def set_used(self, unit: int, slot: int, *, used: bool) -> None:
-        """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
-        self.used.set(unit, slot, used=used)
-        self.forget_norm()
-
     # -- exchanges ---------------------------------------------------------------------------------------------
 
     def close(self, order_hash: int, backwards: int) -> None:
         """Exchange with the other ranks. Reductions continue in the background.
-
-        Args:
-            order_hash: Hash of this rank's events.
-            backwards: Number of backwards that this rank has run in this step.
 
         Raises:
             MismatchError: Two ranks ran units in a different order or took a different number of steps.
