@@ -100,18 +100,10 @@ def campaign(
     minutes: float,
     report: Callable[[str], None],
 ) -> list[TrialVerdict]:
-    """Conduct trials that the log lacks, until time is over.
+    """Conduct trials that the log lacks, none of which begins after so many minutes; returns all verdicts so far.
 
-    Args:
-        turns: All trials of a turn by its number; see :func:`make_trials`.
-        settings: Of the campaign.
-        log: One JSON object a line: the seed, then verdicts.
-        seed: The campaign's; a log of another is refused.
-        minutes: No trial begins after that.
-        report: Called with lines on what happens.
-
-    Returns:
-        All verdicts so far.
+    ``turns`` gives all trials of a turn by its number; see :func:`make_trials`. The log has one JSON object a line: the
+    seed, then verdicts; a log of another seed is refused.
     """
     verdicts = read_log(log, seed)
     make_corpus(settings.corpus)

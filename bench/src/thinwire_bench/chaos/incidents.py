@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -108,13 +108,8 @@ class Scene:
             self.faults.append(("hang", f"no step after {about}"))
             self.run.kill_all()
 
-    def check_cleared(self, processes: Sequence[int], about: str) -> None:
-        """Note processes that do not go with their launcher."""
-        if not self.run.cleared(processes):
-            self.faults.append(("hang", about))
-
-    def starts_for(self, longest: float) -> None:
-        """Start the run again, after a kill, and let so many seconds pass at most."""
+    def begin_again(self, longest: float) -> None:
+        """Kill the run, start it, and let so many seconds pass at most."""
         self.run.kill_all()
         self.run.start()
         delay = self.chance.uniform(0, longest)
@@ -146,7 +141,8 @@ def _kill_ranks(number: int) -> Callable[[Scene], None]:
 def _kill_launcher(scene: Scene) -> None:
     everyone = list(scene.run.processes())
     send([scene.run.pid], signal.SIGKILL)
-    scene.check_cleared(everyone, "processes outlive their launcher")
+    if not scene.run.cleared(everyone):
+        scene.faults.append(("hang", "processes outlive their launcher"))
 
 
 def _kill_in_save(scene: Scene) -> None:
@@ -159,7 +155,7 @@ def _kill_in_save(scene: Scene) -> None:
 
 
 def _kill_at_start(scene: Scene) -> None:
-    scene.starts_for(6)
+    scene.begin_again(6)
     scene.run.kill_all()
 
 
@@ -182,7 +178,8 @@ def _hang_up(scene: Scene) -> None:
     everyone = list(scene.run.processes())
     send([scene.run.pid], signal.SIGHUP)
     scene.ended({0, 1}, "after SIGHUP")
-    scene.check_cleared(everyone, "processes outlive a hang-up")
+    if not scene.run.cleared(everyone):
+        scene.faults.append(("hang", "processes outlive a hang-up"))
 
 
 def _interrupt(scene: Scene) -> None:
@@ -220,7 +217,7 @@ def _check_room(scene: Scene, statuses: set[int], about: str) -> None:
 
 
 def _power_loss_at_start(scene: Scene) -> None:
-    scene.starts_for(8)
+    scene.begin_again(8)
     _cut_power(scene)
 
 

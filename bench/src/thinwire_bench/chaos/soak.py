@@ -80,14 +80,8 @@ class Trend:
 
 
 def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Callable[[str], None]) -> None:
-    """Train for a time, and append a sample of every process to a log from time to time.
-
-    Args:
-        hours: How long to train.
-        work: Directory of the run; empty or missing.
-        samples: The log, one JSON object a line; replaced.
-        interval: Seconds between two samples.
-        report: Called with a line now and then.
+    """Train for a time in a directory that is empty or missing, and sample every process once an interval of seconds,
+    into a log that is replaced: one JSON object a line.
 
     Raises:
         UsageError: The run ends by itself, which it should not.

@@ -92,7 +92,8 @@ def step(options: StepOptions) -> None:
         systems = _systems(options)
         settings = settings_of(words(options.bandwidth), words(options.clip))
         samples = run(systems, settings, session)
-        rows = make_rows(samples, systems, tokens=options.seq * session.world, cores=num_cores())
+        tokens = options.seq * options.nodes * options.ranks
+        rows = make_rows(samples, systems, tokens=tokens, cores=num_cores())
         ratios = goals(rows)
         console = wide_console()
         for table in tables(rows):

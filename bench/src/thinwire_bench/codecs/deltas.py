@@ -59,14 +59,8 @@ class DeltaRow:
 def measure(
     num_values: int, steps: int, rounds: int, report: Callable[[str], None] = lambda line: None
 ) -> list[DeltaRow]:
-    """Steps of synthetic weights and of a small Llama at each rate.
-
-    Args:
-        num_values: Synthetic weights.
-        steps: Steps that the Llama is trained before.
-        rounds: Rounds of the timed calls, on one thread.
-        report: Called with a line of text before anything that takes long.
-    """
+    """Steps at each rate of ``num_values`` synthetic weights, and of a small Llama that was trained for ``steps``
+    before; calls are timed in rounds, on one thread."""
     report("making synthetic weights")
     rows = [_row("synthetic", rate, synthetic(num_values, rate), rounds) for rate in RATES]
     report("training a small Llama")

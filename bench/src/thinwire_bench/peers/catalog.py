@@ -86,13 +86,8 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
 
 
 def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:
-    """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
-
-    Args:
-        names: Presets, or paths of ``.toml`` files.
-        workload: Options of every builder.
-        nodes: Nodes of the mesh.
-        ranks: Ranks of each node.
+    """Plans by preset name or path of a ``.toml`` file, on a mesh of nodes with some ranks each, labelled ``tw:NAME``
+    so that a peer may have the same name.
 
     Raises:
         SpecError: a plan is invalid, or its mesh is another.

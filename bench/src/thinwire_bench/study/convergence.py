@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import signal
@@ -256,18 +255,14 @@ class Queue:
     @contextmanager
     def _alone(self) -> Iterator[int]:
         """Hold the directory's lock; runs inherit it."""
-        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise UsageError(
-                f"another study, or a run that it has left, works in {self.directory}; wait for it, or end it"
-            ) from None
-        try:
-            yield lock
-        finally:
-            os.close(lock)
+        with (self.directory / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another study, or a run that it has left, works in {self.directory}; wait for it, or end it"
+                ) from None
+            yield lock.fileno()
 
     @contextmanager
     def _stops(self) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:

@@ -40,11 +40,6 @@ class Session:
     report: Callable[[str], None]
     lean: bool = False
 
-    @property
-    def world(self) -> int:
-        """Ranks on all hosts together."""
-        return self.nodes * self.ranks
-
 
 @dataclass(frozen=True)
 class Setting:

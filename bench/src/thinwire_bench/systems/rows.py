@@ -67,14 +67,8 @@ class SystemRow:
 
 
 def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
-    """A row for every system and setting, settings in the order they were visited, systems in the given one.
-
-    Args:
-        samples: Samples of ``interleave``.
-        systems: All systems that ran.
-        tokens: Tokens per step, of all ranks.
-        cores: Cores that all ranks share.
-    """
+    """A row for every system and setting, settings in the order they were visited, systems in the given one; ``tokens``
+    are those of a step of all ranks, which share ``cores``."""
     losses = early_losses(samples)
     bounds = [system.label for system in systems if system.kind is SystemKind.BOUND]
     exempt = frozenset(s.label for s in systems if s.kind in (SystemKind.BOUND, SystemKind.CHANGED))
