@@ -47,9 +47,7 @@ class PlannerOptions:
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget of each profile.")] = "60s"
     profiles: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for profiles; profiles that it already holds are used.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Directory for profiles; profiles that it already holds are used."),
     ] = None
     again: Annotated[
         Path | None,
@@ -57,16 +55,12 @@ class PlannerOptions:
             metavar="FILE",
             help="Measure nothing: predict the pairs of an earlier --json file with the current model, from the "
             "--profiles of that time.",
-            show_default=False,
         ),
     ] = None
     timeout: Timeout = 600.0
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.", show_default=False)
-    ] = None
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.")] = None
     page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
     ] = None
 
 

@@ -33,12 +33,9 @@ class ReproduceOptions:
     ] = "all"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
     page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
     ] = None
-    pictures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.", show_default=False)
-    ] = None
+    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.")] = None
 
 
 @expand_options
