@@ -17,9 +17,10 @@ from typing import Any
 
 from thinwire.cost import NominalRates
 from thinwire.plan import CodecLevel, Search, TrainingJob, search, summary
-from thinwire.report import Sheet, insert, markdown_table
+from thinwire.report import Sheet
 from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, ModelSpec
+from thinwire_bench.pages import insert, markdown_table
 
 MODELS = {"7B": "llama-2-7b", "70B": "llama-2-70b", "405B": "llama-3-405b", "1T": "gpt-1t"}
 GPUS = (1_024, 8_192, 102_400)

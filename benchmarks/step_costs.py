@@ -36,8 +36,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import thinwire as tw
 from thinwire.collectives.links.nccl import replace_nccl
 from thinwire.collectives.links.streams import replace_streams
-from thinwire.report.sheet import Sheet, insert, markdown_table
+from thinwire.report import Sheet
 from thinwire.testing import check_streams, run_ranks
+from thinwire_bench.pages import insert, markdown_table
 
 PLAIN: Final = "PyTorch"
 FSDP2: Final = "FSDP2"

@@ -18,13 +18,8 @@ _HEIGHT: Final = 0.38
 
 
 def draw(speeds: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw a panel for every dtype, at the largest size, with a bar for every codec and direction.
-
-    Args:
-        speeds: Speeds as JSON holds them.
-        path: The PNG file.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw a panel for every dtype, at the largest size, with a bar for every codec and direction, from speeds as JSON
+    holds them."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -33,7 +28,6 @@ def draw(speeds: Sequence[Mapping[str, Any]], path: Path) -> None:
     codecs = list(dict.fromkeys(each["subject"] for each in largest))
     dtypes = list(dict.fromkeys(each["dtype"] for each in largest))
     figure = Figure(figsize=(2.2 + 3.6 * len(dtypes), 1.4 + 0.42 * len(codecs)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(dtypes), squeeze=False, sharex=True, sharey=True)[0]
     for axes, dtype in zip(panels, dtypes, strict=True):
         for each in largest:

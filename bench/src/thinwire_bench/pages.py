@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from thinwire.errors import UsageError
@@ -15,7 +14,8 @@ _END: Final = "<!-- results: end -->"
 def markdown_table(sheet: Sheet) -> list[str]:
     """The lines of a table for a Markdown page, an empty one last."""
     rule = ["---" if index < sheet.words else "---:" for index in range(len(sheet.columns))]
-    return [f"**{sheet.title}**", "", *(_row(cells) for cells in (sheet.columns, rule, *sheet.rows)), ""]
+    lines = [f"| {' | '.join(cells)} |" for cells in (sheet.columns, rule, *sheet.rows)]
+    return [f"**{sheet.title}**", "", *lines, ""]
 
 
 def insert(page: str, text: str, command: str) -> str:
@@ -29,7 +29,3 @@ def insert(page: str, text: str, command: str) -> str:
     if not pattern.search(page):
         raise UsageError(f"the page has no place for results; mark it with the lines\n{begin}\n{_END}")
     return pattern.sub(lambda match: f"{begin}\n\n{text.strip()}\n\n{_END}", page)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

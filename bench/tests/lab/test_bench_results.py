@@ -6,8 +6,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,10 @@ from thinwire_bench.peers import catalog
 from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave, lean_turns
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
 from thinwire_bench.systems.loss_check import early_losses, refusals
 from thinwire_bench.systems.protocol import TurnRequest
-from thinwire_bench.systems.ratios import best_ratios, goals, pair_ratios
+from thinwire_bench.systems.ratios import goals, ratios
 from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.step_chart import draw
 from thinwire_bench.systems.table import goals_table, tables
@@ -55,15 +55,19 @@ class FakeRunner:
         return TurnResult(label, turn, next(self.seconds[label]), 0.4, waited, (1e6, 2e6), (3e6, 1e6), values, 1 << 20)
 
 
+def session(
+    rounds: int, steps: int, report: Callable[[str], object] = lambda line: None, lean: bool = False
+) -> Session:
+    return Session(2, 2, rounds, steps, 60.0, report, lean)
+
+
 def run(
     settings: Sequence[Setting], rounds: int, losses: dict[str, float] | None = None
 ) -> tuple[list[SystemRow], list[Sample], FakeRunner]:
     count = 1 + rounds * len(settings)
     times = {"local": [0.2] * count, "fsdp2": [0.5, *[0.4, 0.6, 0.5] * count], "ddp": [0.7] * count}
     runner = FakeRunner({**times, "tw:zero3": [0.9, *[0.3, 0.3, 0.5] * count]}, losses)
-    samples = interleave(
-        runner, lambda rate: None, SYSTEMS, settings, rounds=rounds, steps=2, report=lambda sample: None
-    )
+    samples = interleave(runner, lambda rate: None, SYSTEMS, settings, session(rounds, 2))
     return make_rows(samples, SYSTEMS, tokens=512, cores=2), samples, runner
 
 
@@ -100,12 +104,12 @@ def test_nothing_is_exposed_without_the_bound() -> None:
 
 def test_ratios_compare_within_rounds() -> None:
     rows, _, _ = run([FREE], 3)
-    (best,) = best_ratios(rows)
+    (best,) = goals(rows)["best plan / best peer"]
     assert (best.plan, best.peer) == ("tw:zero3", "fsdp2")
     assert best.of_medians == pytest.approx(300 / 500)
     assert (best.median, best.smallest, best.largest) == pytest.approx((0.75, 0.5, 1.0))
-    assert pair_ratios(rows, "tw:zero3", "fsdp2") == [best]
-    assert pair_ratios(rows, "tw:zero1", "zero1") == []
+    assert ratios(rows, {"tw:zero3"}, {"fsdp2"}) == [best]
+    assert ratios(rows, {"tw:zero1"}, {"zero1"}) == []
 
 
 def test_a_system_with_other_losses_is_refused_and_takes_no_part_in_ratios() -> None:
@@ -114,7 +118,7 @@ def test_a_system_with_other_losses_is_refused_and_takes_no_part_in_ratios() -> 
     reason = row(rows, "fsdp2").refused
     assert reason is not None
     assert "4.0% away" in reason
-    assert {ratio.peer for ratio in best_ratios(rows)} == {"ddp"}
+    assert {ratio.peer for ratio in goals(rows)["best plan / best peer"]} == {"ddp"}
     assert goals(rows)["tw:zero3 / fsdp2"] == []
 
 
@@ -139,7 +143,7 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
     labels = [system.label for system in SYSTEMS]
     runner = FakeRunner({label: [1.0] * 99 for label in labels})
     settings = [FREE, CLIPPED, SLOW]
-    samples = interleave(runner, shaped.append, SYSTEMS, settings, rounds=2, steps=3, report=lambda sample: None)
+    samples = interleave(runner, shaped.append, SYSTEMS, settings, session(2, 3))
     assert shaped == [None, 8e6, None, 8e6]
     assert [label for label, _ in runner.turns[:4]] == labels
     assert [label for label, _ in runner.turns[4:8]] == labels
@@ -153,10 +157,10 @@ def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
 def test_memory_is_measured_last_without_what_allocators_keep() -> None:
     shaped: list[float | None] = []
     runner = FakeRunner({system.label: [1.0] * 99 for system in SYSTEMS})
-    report: list[Sample] = []
-    samples = interleave(runner, shaped.append, SYSTEMS, [FREE, SLOW], rounds=1, steps=3, report=report.append)
-    samples += lean_turns(runner, shaped.append, SYSTEMS, FREE, report.append)
-    assert report == samples
+    lines: list[str] = []
+    samples = interleave(runner, shaped.append, SYSTEMS, [FREE, SLOW], session(1, 3, lines.append, lean=True))
+    assert [line.rpartition(": ")[0].split()[-1] for line in lines] == [sample.result.label for sample in samples]
+    assert [line.split()[0] for line in lines] == ["start-up"] * 4 + ["round"] * 8 + ["memory"] * 4
     assert shaped == [None, 8e6, None]
     lean = [turn.lean for _, turn in runner.turns]
     assert lean == [False] * (len(lean) - len(SYSTEMS)) + [True] * len(SYSTEMS)
@@ -186,7 +190,7 @@ assert (24 << 20) < _peak_of_turn() - start < (48 << 20), (start, _peak_of_turn(
 def test_a_system_with_cycles_takes_whole_ones_and_each_begins_with_an_exchange() -> None:
     islands = SystemSpec("tw:islands", "m:f", kind=SystemKind.CHANGED, cycle=8, gap=4)
     runner = FakeRunner({label: [1.0] * 99 for label in ("local", "tw:islands")})
-    interleave(runner, lambda rate: None, [SYSTEMS[0], islands], [FREE], rounds=2, steps=3, report=lambda sample: None)
+    interleave(runner, lambda rate: None, [SYSTEMS[0], islands], [FREE], session(2, 3))
     turns = [turn for label, turn in runner.turns if label == "tw:islands"]
     assert [(turn.warmup, turn.steps) for turn in turns] == [(10, 1), (0, 8), (0, 8)]
     assert all((11 + 8 * number) % 4 == 3 for number in range(2)), "the next step is a multiple of the gap"
@@ -251,11 +255,9 @@ def test_a_refusal_is_written_down_and_ends_with_an_error(tmp_path: Path, monkey
     def faked(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
         labels = [system.label for system in systems]
         runner = FakeRunner({label: [1.0] * 99 for label in labels}, losses={"hsdp": 6.0})
-        return interleave(
-            runner, lambda rate: None, systems, settings, rounds=2, steps=session.steps, report=lambda sample: None
-        )
+        return interleave(runner, lambda rate: None, systems, settings, replace(session, rounds=2))
 
-    monkeypatch.setattr("thinwire_bench.systems.run.run", faked)
+    monkeypatch.setattr("thinwire_bench.systems.interleave.run", faked)
     out, picture = tmp_path / "step.json", tmp_path / "step.png"
     chosen = ["--bandwidth", "none,1gbit", "--json", str(out), "--png", str(picture)]
     done = CliRunner().invoke(app, ["bench", "step", *chosen])

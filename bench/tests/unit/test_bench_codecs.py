@@ -252,7 +252,7 @@ def test_a_peer_that_fails_is_listed_with_its_reason(monkeypatch: pytest.MonkeyP
         raise ValueError("no such kernel\nmore")
 
     def made() -> list[peers.CodecPeer]:
-        common: dict[str, Any] = {"group": "x", "summary": "", "decode": lambda kept, x: kept, "num_bytes": len}
+        common: dict[str, Any] = {"summary": "", "decode": lambda kept, x: kept, "num_bytes": len}
         return [
             peers.CodecPeer("fails", encode=fails, **common),
             peers.CodecPeer("absent", encode=fails, package="no_such_package", **common),

@@ -59,6 +59,7 @@ def test_seeds_and_margins_follow_from_power() -> None:
     assert power(0.2, 0.12, needed, 0.0125) >= 0.8 > power(0.2, 0.12, needed - 1, 0.0125)
     assert power(least_margin(0.12, 5, 0.0125), 0.12, 5, 0.0125) == pytest.approx(0.8, abs=1e-3)
     assert seeds_needed(0.001, 1.0, 0.0125) is None
+    assert seeds_needed(0.02, 0.7, 0.0125) is None, "some 12,000"
     assert power(0.2, 0.12, 1, 0.0125) == 0
 
 

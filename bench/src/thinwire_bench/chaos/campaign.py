@@ -7,10 +7,11 @@ incidents.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -48,13 +49,11 @@ def make_trials(
         turn: How often the campaign has gone through all trials before.
     """
     chance = random.Random(f"{seed}/{turn}" if turn else seed)
-    quick = _Deck(_QUICK, chance)
-    slow = _Deck(
-        [kind for kind in INCIDENTS if kind not in (*CABLED, *_QUICK) and (mounts or kind not in MOUNTED)], chance
-    )
+    left_out = {*CABLED, *_QUICK, *(() if mounts else MOUNTED)}
+    quick, slow = _dealt(_QUICK, chance), _dealt([kind for kind in INCIDENTS if kind not in left_out], chance)
     trials = []
     for setup in setups():
-        drawn = [*(quick.draw() for _ in range(_QUICK_ONES)), *(slow.draw() for _ in range(_SLOW_ONES))]
+        drawn = [*itertools.islice(quick, _QUICK_ONES), *itertools.islice(slow, _SLOW_ONES)]
         chance.shuffle(drawn)
         trials.append(Trial(setup, tuple(drawn), chance.randrange(2**32), turn=turn))
         cut = Trial(setup, tuple(chance.sample(_CUTS, len(_CUTS))), chance.randrange(2**32), cabled=True, turn=turn)
@@ -63,32 +62,26 @@ def make_trials(
     return [trial for trial in kept if cables or not trial.cabled]
 
 
-class _Deck:
-    """Draws every kind once before one comes again."""
-
-    def __init__(self, kinds: Sequence[str], chance: random.Random) -> None:
-        self._kinds, self._chance = kinds, chance
-        self._left: list[str] = []
-
-    def draw(self) -> str:
-        self._left = self._left or self._chance.sample(self._kinds, len(self._kinds))
-        return self._left.pop()
+def _dealt(kinds: Sequence[str], chance: random.Random) -> Iterator[str]:
+    """Kinds without end, every one once before one comes again."""
+    while True:
+        yield from reversed(chance.sample(kinds, len(kinds)))
 
 
 def next_trial(trials: Sequence[Trial], verdicts: Iterable[TrialVerdict]) -> Trial | None:
     """The trial that adds most to what has happened for the number of its incidents, which take the time; the first of
     equals, and ``None`` if all have been conducted."""
-    known = list(verdicts)
-    done, happened = {verdict.trial for verdict in known}, set[tuple[str, ...]]()
-    for verdict in known:
+    done, happened = set[str](), set[tuple[str, ...]]()
+    for verdict in verdicts:
+        done.add(verdict.trial)
         kinds = [incident.kind for incident in verdict.incidents if incident.step is not None]
         happened |= _aspects(verdict.run, verdict.group, verdict.source, kinds)
-    left = [trial for trial in trials if trial.name not in done]
-    return max(left, key=lambda trial: len(_aspects_of(trial) - happened) / len(trial.kinds), default=None)
 
+    def adds(trial: Trial) -> float:
+        setup = trial.setup
+        return len(_aspects(setup.name, setup.group, setup.source, trial.kinds) - happened) / len(trial.kinds)
 
-def _aspects_of(trial: Trial) -> set[tuple[str, ...]]:
-    return _aspects(trial.setup.name, trial.setup.group, trial.setup.source, trial.kinds)
+    return max((trial for trial in trials if trial.name not in done), key=adds, default=None)
 
 
 def _aspects(run: str, group: str, source: str, kinds: Iterable[str]) -> set[tuple[str, ...]]:
@@ -107,18 +100,10 @@ def campaign(
     minutes: float,
     report: Callable[[str], None],
 ) -> list[TrialVerdict]:
-    """Conduct trials that the log lacks, until time is over.
+    """Conduct trials that the log lacks, none of which begins after so many minutes; returns all verdicts so far.
 
-    Args:
-        turns: All trials of a turn by its number; see :func:`make_trials`.
-        settings: Of the campaign.
-        log: One JSON object a line: the seed, then verdicts.
-        seed: The campaign's; a log of another is refused.
-        minutes: No trial begins after that.
-        report: Called with lines on what happens.
-
-    Returns:
-        All verdicts so far.
+    ``turns`` gives all trials of a turn by its number; see :func:`make_trials`. The log has one JSON object a line: the
+    seed, then verdicts; a log of another seed is refused.
     """
     verdicts = read_log(log, seed)
     make_corpus(settings.corpus)
@@ -131,20 +116,16 @@ def campaign(
         report(f"{trial.name}: {trial.setup.source}, {', '.join(trial.kinds)}")
         verdict = conduct(trial, settings, report)
         verdicts.append(verdict)
-        _append(log, verdict, seed)
+        if not log.exists():
+            log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
+        with log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(verdict)) + "\n")
         outcome = "equal" if verdict.equal else f"UNEQUAL: {verdict.about}"
         report(f"{trial.name}: {outcome}, {verdict.seconds:.0f} s")
     done, trials = {verdict.trial for verdict in verdicts}, turns(turn)
     through = sum(trial.name in done for trial in trials)
     report(f"{through} of {len(trials)} trials of turn {turn + 1} are through; the same command continues")
     return verdicts
-
-
-def _append(log: Path, verdict: TrialVerdict, seed: int) -> None:
-    if not log.exists():
-        log.write_text(json.dumps({"seed": seed}) + "\n", encoding="utf-8")
-    with log.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(verdict)) + "\n")
 
 
 def read_log(log: Path, seed: int | None = None) -> list[TrialVerdict]:

@@ -101,8 +101,26 @@ class Scene:
         if not self.trains_again(starts, about) and not self.run.running:
             self.ended({0}, about)
 
-    def crash(self) -> None:
+    def steps_again(self, about: str) -> None:
+        """Wait until the run has taken one more step, or has ended."""
+        step = self.run.step
+        if not self.run.wait_for(lambda: self.run.step > step, self.longest) and self.run.running:
+            self.faults.append(("hang", f"no step after {about}"))
+            self.run.kill_all()
+
+    def begin_again(self, longest: float) -> None:
+        """Kill the run, start it, and let so many seconds pass at most."""
         self.run.kill_all()
+        self.run.start()
+        delay = self.chance.uniform(0, longest)
+        self.detail = f"{delay:.2f} s after the start"
+        time.sleep(delay)
+
+    def fill_disk(self, *most: int) -> None:
+        """Fill the disk wholly, or up to fewer free bytes than one of these."""
+        leave = self.chance.choice([0, *map(self.chance.randrange, most)])
+        self.detail = f"{leave:,} bytes free"
+        self.disk.fill(leave)
 
     def some_ranks(self, number: int) -> list[int]:
         """Processes of a few ranks, drawn."""
@@ -133,16 +151,12 @@ def _kill_in_save(scene: Scene) -> None:
         scene.faults.append(("hang", f"no save within {scene.longest:.0f} s"))
         return
     time.sleep(scene.chance.uniform(0, 0.05))
-    scene.crash()
+    scene.run.kill_all()
 
 
 def _kill_at_start(scene: Scene) -> None:
-    scene.crash()
-    scene.run.start()
-    delay = scene.chance.uniform(0, 6)
-    scene.detail = f"{delay:.2f} s after the start"
-    time.sleep(delay)
-    scene.crash()
+    scene.begin_again(6)
+    scene.run.kill_all()
 
 
 def _pause(scene: Scene, processes: list[int]) -> None:
@@ -151,10 +165,7 @@ def _pause(scene: Scene, processes: list[int]) -> None:
     send(processes, signal.SIGSTOP)
     time.sleep(seconds)
     send(processes, signal.SIGCONT)
-    step = scene.run.step
-    if not scene.run.wait_for(lambda: scene.run.step > step, scene.longest) and scene.run.running:
-        scene.faults.append(("hang", "no step after a pause"))
-        scene.crash()
+    scene.steps_again("a pause")
 
 
 def _hang(scene: Scene) -> None:
@@ -180,9 +191,7 @@ def _interrupt(scene: Scene) -> None:
 
 
 def _full_disk(scene: Scene) -> None:
-    leave = scene.chance.choice([0, scene.chance.randrange(40_000), scene.chance.randrange(1_500_000)])
-    scene.detail = f"{leave:,} bytes free"
-    scene.disk.fill(leave)
+    scene.fill_disk(40_000, 1_500_000)
     later = scene.run.step + 3 * SAVE_EVERY
     scene.run.wait_for(lambda: scene.run.step >= later, scene.longest)
     if not scene.run.running:
@@ -191,10 +200,8 @@ def _full_disk(scene: Scene) -> None:
 
 
 def _full_at_start(scene: Scene) -> None:
-    scene.crash()
-    leave = scene.chance.choice([0, scene.chance.randrange(20_000), scene.chance.randrange(1_200_000)])
-    scene.detail = f"{leave:,} bytes free"
-    scene.disk.fill(leave)
+    scene.run.kill_all()
+    scene.fill_disk(20_000, 1_200_000)
     starts = scene.run.starts
     scene.run.start()
     if not scene.trains_again(starts, "on a full disk") and not scene.run.running:
@@ -210,11 +217,7 @@ def _check_room(scene: Scene, statuses: set[int], about: str) -> None:
 
 
 def _power_loss_at_start(scene: Scene) -> None:
-    scene.crash()
-    scene.run.start()
-    delay = scene.chance.uniform(0, 8)
-    scene.detail = f"{delay:.2f} s after the start"
-    time.sleep(delay)
+    scene.begin_again(8)
     _cut_power(scene)
 
 
@@ -222,7 +225,7 @@ def _cut_power(scene: Scene) -> None:
     """Everything stops in the middle of what it does, and what had not reached the device is gone."""
     send(list(scene.run.processes()), signal.SIGSTOP)
     scene.disk.photograph()
-    scene.crash()
+    scene.run.kill_all()
     scene.disk.lose_power()
 
 
@@ -231,7 +234,7 @@ def _damage(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], None
 
     def strike(scene: Scene) -> None:
         scene.run.wait_for(lambda: bool(scene.run.checkpoints()), scene.longest)
-        scene.crash()
+        scene.run.kill_all()
         if not (known := scene.run.checkpoints()):
             scene.faults.append(("hang", f"no checkpoint within {scene.longest:.0f} s"))
             return
@@ -243,22 +246,18 @@ def _damage(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], None
         scene.run.start()
         if scene.trains_again(starts, "a damaged checkpoint") or scene.run.running:
             scene.detail += ", accepted"  # a number that is wrong and well typed, under a right checksum
-            scene.crash()
+            scene.run.kill_all()
         else:
             scene.ended({1}, "a damaged checkpoint")
-        _restore(scene, newest, kept, restores=len(known) == 1 or how is damage.reseal or scene.chance.random() < 0.5)
+        for other in scene.run.checkpoints():
+            if other.name >= newest.name:  # what was trained from damage goes with it
+                shutil.rmtree(other)
+        if len(known) == 1 or how is damage.reseal or scene.chance.random() < 0.5:
+            shutil.copytree(kept, newest)
+        else:
+            scene.floor = 0
 
     return strike
-
-
-def _restore(scene: Scene, newest: Path, kept: Path, *, restores: bool) -> None:
-    for other in scene.run.checkpoints():
-        if other.name >= newest.name:  # what was trained from damage goes with it
-            shutil.rmtree(other)
-    if restores:
-        shutil.copytree(kept, newest)
-    else:
-        scene.floor = 0
 
 
 def _flap(scene: Scene) -> None:
@@ -267,10 +266,7 @@ def _flap(scene: Scene) -> None:
     scene.run.tell(f"{host} down")
     time.sleep(seconds)
     scene.run.tell(f"{host} up")
-    step = scene.run.step
-    if not scene.run.wait_for(lambda: scene.run.step > step, scene.longest) and scene.run.running:
-        scene.faults.append(("hang", "no step after a short cut"))
-        scene.crash()
+    scene.steps_again("a short cut")
 
 
 def _cut(scene: Scene) -> None:
@@ -284,7 +280,7 @@ INCIDENTS: Final[Mapping[str, Callable[[Scene], None]]] = {
     "a rank is killed": _kill_ranks(1),
     "two ranks are killed": _kill_ranks(2),
     "the launcher is killed": _kill_launcher,
-    "all processes are killed": Scene.crash,
+    "all processes are killed": lambda scene: scene.run.kill_all(),
     "killed in a save": _kill_in_save,
     "killed at the start": _kill_at_start,
     "a rank is paused": lambda scene: _pause(scene, scene.some_ranks(1)),

@@ -108,19 +108,15 @@ class DisturbedRun:
             return len((self.directory / "starts.jsonl").read_bytes().splitlines())
         return 0
 
-    @property
-    def resumable(self) -> bool:
-        """Whether the directory holds a run to resume."""
-        return (self.directory / "recipe.toml").is_file()
-
     def checkpoints(self) -> list[Path]:
         with contextlib.suppress(OSError):
             return sorted((self.directory / "checkpoints").glob("step-*"))
         return []
 
-    def start(self, *more: str) -> None:
+    def start(self) -> None:
         """Start it, or continue it if there is something to continue."""
-        arguments = ["--out", str(self.directory), *(["--resume"] if self.resumable else []), *more]
+        resume = ["--resume"] if (self.directory / "recipe.toml").is_file() else []
+        arguments = ["--out", str(self.directory), *resume]
         _let_go(self._process)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from thinwire.spec import Wire
 from thinwire.spec.codec import FAMILIES
+from thinwire.spec.io import write_toml
 from thinwire.spec.plan_parts.presets import PRESETS
 
 STEPS: Final = 72
@@ -23,35 +24,6 @@ _KEPT: Final = 3
 
 _WORDS: Final = 300
 _LINES: Final = 3000
-
-_RECIPE: Final = """\
-plan = {plan}
-[model]
-kind = "{kind}"
-layers = {layers}
-hidden = 32
-ffn = 96
-heads = 2
-{experts}
-[data]
-{data}
-[train]
-steps = {steps}
-seq = 16
-global_batch = 8
-tensorboard = false
-validate_every = 30
-validation_samples = 12
-[optimizer]
-lr = 1e-2
-warmup = 10
-[checkpoint]
-every = {every}
-keep = {kept}
-[cluster]
-timeout = "{timeout:g} s"
-max_restarts = 99
-"""
 
 
 @dataclass(frozen=True)
@@ -82,18 +54,20 @@ class SmallRun:
 
     def recipe(self, corpus: Path, *, timeout: float, steps: int = STEPS) -> str:
         """The recipe as TOML, on text of :func:`make_corpus`; a collective gives up after ``timeout`` seconds."""
-        keys = SOURCES[self.source].keys(corpus)
-        return _RECIPE.format(
-            plan=_inline({**self.plan, "micro_batch": 2}),
-            kind=self.kind,
-            layers=self.layers,
-            experts="" if self.experts is None else f"experts = {self.experts}\nactive_experts = 2",
-            data="\n".join(f"{key} = {_inline(value)}" for key, value in keys.items()),
-            steps=steps,
-            every=SAVE_EVERY,
-            kept=_KEPT,
-            timeout=timeout,
-        )
+        model = {"kind": self.kind, "layers": self.layers, "hidden": 32, "ffn": 96, "heads": 2}
+        if self.experts is not None:
+            model |= {"experts": self.experts, "active_experts": 2}
+        train = {"steps": steps, "seq": 16, "global_batch": 8, "validate_every": 30, "validation_samples": 12}
+        recipe = {
+            "plan": {**self.plan, "micro_batch": 2},
+            "model": model,
+            "data": SOURCES[self.source].keys(corpus),
+            "train": {**train, "tensorboard": False},
+            "optimizer": {"lr": 1e-2, "warmup": 10},
+            "checkpoint": {"every": SAVE_EVERY, "keep": _KEPT},
+            "cluster": {"timeout": f"{timeout:g} s", "max_restarts": 99},
+        }
+        return write_toml(recipe)
 
 
 @dataclass(frozen=True)
@@ -237,12 +211,3 @@ def setups() -> list[SmallRun]:
             )
         )
     return made
-
-
-def _inline(value: Any) -> str:
-    """A value as inline TOML."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(value)

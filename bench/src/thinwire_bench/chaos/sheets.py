@@ -23,7 +23,8 @@ def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
     An unequal run counts for each of its incidents, as any may be the cause.
     """
     happened = [(verdict, one) for verdict in verdicts for one in verdict.incidents if one.step is not None]
-    runs = dict.fromkeys(verdict.run for verdict in sorted(verdicts, key=_group))
+    groups = ("preset", "codec", "schedule")
+    runs = dict.fromkeys(verdict.run for verdict in sorted(verdicts, key=lambda one: groups.index(one.group)))
     return [
         _sheet("kind", "incident", INCIDENTS, happened, lambda _, one: one.kind),
         _sheet("run", "run", runs, happened, lambda verdict, _: verdict.run),
@@ -34,10 +35,6 @@ def campaign_sheets(verdicts: Sequence[TrialVerdict]) -> list[Sheet]:
 def faultless(verdicts: Sequence[TrialVerdict]) -> bool:
     """Whether nothing happened that must not."""
     return all(verdict.equal and not any(one.faults for one in verdict.incidents) for verdict in verdicts)
-
-
-def _group(verdict: TrialVerdict) -> int:
-    return ("preset", "codec", "schedule").index(verdict.group)
 
 
 def _sheet(

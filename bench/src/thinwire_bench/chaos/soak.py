@@ -11,7 +11,7 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,13 +38,8 @@ _T: Final = 2.101
 """Quantile 0.975 of Student's t for 18 degrees of freedom."""
 
 _CHECKPOINT: Final = (
-    "--set",
-    "checkpoint.every=200",
-    "--set",
-    "train.validate_every=400",
-    "--set",
-    "train.log_every=10",
-)
+    "--set", "checkpoint.every=200", "--set", "train.validate_every=400", "--set", "train.log_every=10",
+)  # fmt: skip
 
 _STOPPING: Final = 300.0
 """Seconds that the run may take to save and end."""
@@ -85,14 +80,8 @@ class Trend:
 
 
 def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Callable[[str], None]) -> None:
-    """Train for a time, and append a sample of every process to a log from time to time.
-
-    Args:
-        hours: How long to train.
-        work: Directory of the run; empty or missing.
-        samples: The log, one JSON object a line; replaced.
-        interval: Seconds between two samples.
-        report: Called with a line now and then.
+    """Train for a time in a directory that is empty or missing, and sample every process once an interval of seconds,
+    into a log that is replaced: one JSON object a line.
 
     Raises:
         UsageError: The run ends by itself, which it should not.
@@ -123,13 +112,9 @@ def soak(hours: float, work: Path, samples: Path, *, interval: float, report: Ca
 
 
 def _sample(run: DisturbedRun, elapsed: float) -> dict[str, Any]:
-    ours = {process: name for process, name in run.processes().items() if _keeps(run, process, name)}
-    processes = {"launcher" if process == run.pid else name: _of_process(process) for process, name in ours.items()}
-    return {"seconds": round(elapsed, 1), "step": run.step, "processes": {k: v for k, v in processes.items() if v}}
-
-
-def _keeps(run: DisturbedRun, process: int, name: str) -> bool:
-    return process == run.pid or re.fullmatch(r"rank \d+", name) is not None
+    named = {name: process for process, name in run.processes().items() if re.fullmatch(r"rank \d+", name)}
+    read = {name: _of_process(process) for name, process in {"launcher": run.pid, **named}.items()}
+    return {"seconds": round(elapsed, 1), "step": run.step, "processes": {name: of for name, of in read.items() if of}}
 
 
 def _of_process(process: int) -> dict[str, float]:
@@ -191,11 +176,10 @@ def _per_step(
     ]
 
 
-def _trend(name: str, unit: str, points: Iterable[tuple[float, float]]) -> Trend:
+def _trend(name: str, unit: str, points: Sequence[tuple[float, float]]) -> Trend:
     """Least squares through the means of blocks of points."""
-    known = list(points)
-    size = len(known) / _BLOCKS
-    blocks = [known[math.floor(i * size) : math.floor((i + 1) * size)] for i in range(_BLOCKS)]
+    size = len(points) / _BLOCKS
+    blocks = [points[math.floor(i * size) : math.floor((i + 1) * size)] for i in range(_BLOCKS)]
     times = [statistics.fmean(point[0] for point in block) / 3600 for block in blocks if block]
     values = [statistics.fmean(point[1] for point in block) for block in blocks if block]
     line = statistics.linear_regression(times, values)
@@ -216,9 +200,8 @@ def soak_sheet(samples: Sequence[Mapping[str, Any]]) -> Sheet:
 
 
 def _cells(trend: Trend) -> list[str]:
-    shown = {"bytes": format_bytes, "count": "{:.2f}".format, "seconds": lambda value: f"{1e3 * value:.2f} ms"}[
-        trend.unit
-    ]
+    forms = {"bytes": format_bytes, "count": "{:.2f}".format, "seconds": lambda value: f"{1e3 * value:.2f} ms"}
+    shown = forms[trend.unit]
 
     def signed(value: float) -> str:
         return f"{'-' if value < 0 else '+'}{shown(abs(value))}"

@@ -65,6 +65,10 @@ class Trial:
         """Unique within a campaign."""
         return f"{self.setup.name}{'-cabled' if self.cabled else ''}{f'-{self.turn + 1}' if self.turn else ''}"
 
+    def timeout(self, settings: CampaignSettings) -> float:
+        """Seconds until a collective gives up."""
+        return settings.timeout * (_CABLED_TIMEOUT if self.cabled else 1)
+
 
 @dataclass
 class Incident:
@@ -125,8 +129,7 @@ def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], No
     chance = random.Random(trial.seed)
     with Disk(place / "disk", mounts=settings.mounts and not trial.cabled) as disk:
         run = _run(trial, settings, place, disk.path / "run")
-        timeout = settings.timeout * (_CABLED_TIMEOUT if trial.cabled else 1)
-        scene = Scene(run, disk, chance, timeout, settings.patience)
+        scene = Scene(run, disk, chance, trial.timeout(settings), settings.patience)
         try:
             incidents = [
                 _strike(scene, kind, at, report) for kind, at in zip(trial.kinds, _moments(trial, chance), strict=True)
@@ -143,10 +146,8 @@ def conduct(trial: Trial, settings: CampaignSettings, report: Callable[[str], No
 
 
 def _run(trial: Trial, settings: CampaignSettings, place: Path, directory: Path) -> DisturbedRun:
-    setup = trial.setup
-    timeout = settings.timeout * (_CABLED_TIMEOUT if trial.cabled else 1)
-    recipe = place / "recipe.toml"
-    recipe.write_text(setup.recipe(settings.corpus, timeout=timeout), encoding="utf-8")
+    setup, recipe = trial.setup, place / "recipe.toml"
+    recipe.write_text(setup.recipe(settings.corpus, timeout=trial.timeout(settings)), encoding="utf-8")
     command = train_command(recipe, setup.nodes, setup.local)
     if trial.cabled:
         hosts = [str(setup.nodes), str(setup.local), str(place / "ranks")]
@@ -199,12 +200,9 @@ def _strike(scene: Scene, kind: str, at: int, report: Callable[[str], None]) -> 
     INCIDENTS[kind](scene)
     incident.seconds, incident.detail = time.monotonic() - began, scene.detail
     scene.check_nothing_lost()
-    report(f"step {incident.step}: {kind} ({scene.detail or 'as it is'}), {incident.seconds:.1f} s {_wrong(incident)}")
+    wrong = "".join(f"\n  {kind.upper()}: {text}" for kind, text in incident.faults)
+    report(f"step {incident.step}: {kind} ({scene.detail or 'as it is'}), {incident.seconds:.1f} s {wrong}")
     return incident
-
-
-def _wrong(incident: Incident) -> str:
-    return "".join(f"\n  {kind.upper()}: {text}" for kind, text in incident.faults)
 
 
 def _go_on(scene: Scene, at: int) -> None:
@@ -224,8 +222,7 @@ def _go_on(scene: Scene, at: int) -> None:
 
 def _finish(scene: Scene, incidents: Sequence[Incident]) -> str:
     """Let the run complete; returns why it does not."""
-    last = incidents[-1].faults if incidents else []
-    scene.faults = last
+    last = scene.faults = incidents[-1].faults if incidents else []
     before = len(last)
     if not scene.run.running:
         scene.run.start()

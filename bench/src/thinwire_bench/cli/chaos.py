@@ -11,6 +11,7 @@ import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import SpecError, ThinwireError
 from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show, words
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ def chaos(options: ChaosOptions) -> None:
                     progress(f"{verdict.trial}: {incident.kind}: {kind}: {text}")
             if not verdict.equal:
                 progress(f"{verdict.trial}: unequal: {verdict.about}")
-        if options.page is not None:
-            insert_into(options.page, markdown(sheets), "thinwire bench chaos --page")
+        insert_into(options.page, markdown(sheets), "thinwire bench chaos --page")
     raise typer.Exit(0 if faultless(verdicts) else 1)
 
 
@@ -97,7 +97,6 @@ def _chosen(names: str) -> list[str] | None:
     Raises:
         SpecError: There is no such run.
     """
-    from thinwire.errors import SpecError
     from thinwire_bench.chaos.setups import setups
 
     known = [setup.name for setup in setups()]
@@ -110,7 +109,6 @@ def _chosen(names: str) -> list[str] | None:
 
 
 def _has_lab() -> bool:
-    from thinwire.errors import ThinwireError
     from thinwire.lab import Lab, LabSpec
 
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,11 +12,10 @@ import typer
 from thinwire.cli.terminal.console import command_line, wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import SpecError, UsageError
 from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, refuse, show, words
 
 if TYPE_CHECKING:
-    import torch
-
     from thinwire_bench.codecs.bench import Request
     from thinwire_bench.codecs.study import CodecStudy
 
@@ -95,18 +93,19 @@ def codecs(options: CodecsOptions) -> None:
       thinwire bench codecs --read codecs.json --page docs/results/codecs.md   (renders a page from an earlier run)
     """
     with explained():
+        from thinwire_bench.codecs.sheets import markdown, sheets
+
         study = _read_or_measure(options)
-        _show(study)
+        show(sheets(study))
+        for note in study.notes:
+            wide_console().print(f"note: {note}", style="yellow")
         if options.json_path is not None:
             options.json_path.write_text(json.dumps(asdict(study), indent=1) + "\n", encoding="utf-8")
         if options.plot is not None:
             from thinwire_bench.codecs.speed_chart import draw
 
             draw(study, options.plot)
-        if options.page is not None:
-            from thinwire_bench.codecs.sheets import markdown
-
-            insert_into(options.page, markdown(study), "thinwire bench codecs --page")
+        insert_into(options.page, markdown(study), "thinwire bench codecs --page")
         refuse("codecs", study.refused, "figures")
 
 
@@ -133,9 +132,11 @@ def _request(options: CodecsOptions) -> Request:
     import torch
 
     from thinwire.codecs import BACKENDS, default_backend
-    from thinwire.errors import SpecError, UsageError
     from thinwire.spec import CodecSpec
+    from thinwire.units import parse_bytes
     from thinwire_bench.codecs.bench import CODECS, Request
+    from thinwire_bench.codecs.data import DATA_SETS
+    from thinwire_bench.codecs.targets import known_targets
 
     device = options.device
     if device not in {"cpu", "cuda"}:
@@ -146,79 +147,47 @@ def _request(options: CodecsOptions) -> Request:
     if backend not in BACKENDS:
         raise SpecError("--backend", f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}")
     names = CODECS if options.names is None else _codec_names(options.names)
-    dtypes, sizes, data = words(options.dtypes), _sizes(options.sizes), _words_or_none(options.data)
-    targets = _targets(options.targets)
-    problems = [*_unknown_data_sets(data), *_wrong_sizes(options.sizes, sizes), *_unknown_targets(targets, backend)]
-    if backend == "reference" and max(sizes, default=0) > _REFERENCE_LIMIT:
+    dtypes, data, known = words(options.dtypes), _words_or_none(options.data), known_targets()
+    sizes = {word: parse_bytes(word) for word in words(options.sizes)}
+    targets = known if options.targets == "all" else _words_or_none(options.targets)
+    problems = [f"there is no data set {name!r}; valid are {', '.join(DATA_SETS)}" for name in {*data} - {*DATA_SETS}]
+    problems += [
+        f"{word} is not a size of at least 4 KiB and a multiple of 4 KiB"
+        for word, size in sizes.items()
+        if size < 4096 or size % 4096
+    ]
+    if targets and backend != "cpp":
+        problems.append(f"--targets are instruction sets of the backend cpp, and this is {backend}: leave them out")
+    else:
+        problems += [
+            f"this processor has no instruction set {name!r}; valid are {', '.join(known)}, all and none"
+            for name in targets
+            if name not in known
+        ]
+    if backend == "reference" and max(sizes.values(), default=0) > _REFERENCE_LIMIT:
         problems.append("the reference backend is slow: --sizes of at most 4MiB")
     if not names or not dtypes or not sizes:
         problems.append("there is nothing to measure: --codecs, --dtypes and --sizes each need a value")
     if problems:
         raise SpecError("bench codecs", problems)
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    for name in dtypes:
+        if name not in kinds:
+            raise SpecError("--dtypes", f"{name!r} is not a dtype: valid are {', '.join(kinds)}")
     return Request(
         codecs=[str(CodecSpec(name)) for name in dict.fromkeys(names)],
-        dtypes=[_dtype(name) for name in dict.fromkeys(dtypes)],
-        sizes=list(dict.fromkeys(sizes)),
+        dtypes=[kinds[name] for name in dict.fromkeys(dtypes)],
+        sizes=list(dict.fromkeys(sizes.values())),
         data=list(dict.fromkeys(data)),
         values=options.values,
         peers=list(dict.fromkeys(_words_or_none(options.peers))),
-        targets=targets,
+        targets=list(dict.fromkeys(targets)),
         device=torch.device(device),
         backend=backend,
         threads=options.threads,
         rounds=options.rounds,
         command=command_line(),
     )
-
-
-def _unknown_data_sets(names: Sequence[str]) -> list[str]:
-    from thinwire_bench.codecs.data import DATA_SETS
-
-    return [f"there is no data set {name!r}; valid are {', '.join(DATA_SETS)}" for name in {*names} - {*DATA_SETS}]
-
-
-def _targets(text: str) -> list[str]:
-    from thinwire_bench.codecs.targets import known_targets
-
-    return known_targets() if text == "all" else list(dict.fromkeys(_words_or_none(text)))
-
-
-def _unknown_targets(names: Sequence[str], backend: str) -> list[str]:
-    from thinwire_bench.codecs.targets import known_targets
-
-    if names and backend != "cpp":
-        return [f"--targets are instruction sets of the backend cpp, and this is {backend}: leave them out"]
-    known = known_targets()
-    return [
-        f"this processor has no instruction set {name!r}; valid are {', '.join(known)}, all and none"
-        for name in names
-        if name not in known
-    ]
-
-
-def _sizes(text: str) -> list[int]:
-    from thinwire.units import parse_bytes
-
-    return [parse_bytes(word) for word in words(text)]
-
-
-def _wrong_sizes(text: str, sizes: Sequence[int]) -> list[str]:
-    return [
-        f"{word} is not a size of at least 4 KiB and a multiple of 4 KiB"
-        for word, size in zip(words(text), sizes, strict=True)
-        if size < 4096 or size % 4096
-    ]
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    from thinwire.errors import SpecError
-
-    known = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if name not in known:
-        raise SpecError("--dtypes", f"{name!r} is not a dtype: valid are {', '.join(known)}")
-    return known[name]
 
 
 def _codec_names(text: str) -> list[str]:
@@ -238,12 +207,3 @@ def _words_or_none(text: str) -> list[str]:
     """The words between commas; the word "none" alone stands for no words."""
     split = words(text)
     return [] if split == ["none"] else split
-
-
-def _show(study: CodecStudy) -> None:
-    from thinwire_bench.codecs.sheets import sheets
-
-    show(sheets(study))
-    console = wide_console()
-    for note in study.notes:
-        console.print(f"note: {note}", style="yellow")

@@ -13,15 +13,9 @@ from thinwire.extras import require
 from thinwire_bench.cli.archived import ARCHIVED
 
 _COMMANDS: Final = {
-    "step": Command("thinwire_bench.cli.step:step"),
-    "codecs": Command("thinwire_bench.cli.codecs:codecs"),
-    "delta": Command("thinwire_bench.cli.delta:delta"),
-    "planner": Command("thinwire_bench.cli.planner:planner"),
-    "convergence": Command("thinwire_bench.cli.convergence:convergence"),
-    "chaos": Command("thinwire_bench.cli.chaos:chaos"),
-    "soak": Command("thinwire_bench.cli.soak:soak"),
-    **ARCHIVED,
-}
+    name: Command(f"thinwire_bench.cli.{name}:{name}")
+    for name in ("step", "codecs", "delta", "planner", "convergence", "chaos", "soak")
+} | ARCHIVED
 """In the order of the help."""
 
 bench = typer.Typer(

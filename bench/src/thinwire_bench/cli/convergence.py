@@ -24,10 +24,9 @@ class ConvergenceOptions:
 
     study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="What to compare; see recipes/convergence.")]
     recipe: Annotated[
-        Path | None,
-        typer.Option(metavar="RECIPE.toml", help="What to train, instead of the study's recipe.", show_default=False),
+        Path | None, typer.Option(metavar="RECIPE.toml", help="What to train, instead of the study's recipe.")
     ] = None
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds, instead of the study's.", show_default=False)] = None
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds, instead of the study's.")] = None
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe of all runs.")
     ] = None

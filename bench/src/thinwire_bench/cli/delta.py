@@ -40,5 +40,4 @@ def delta(options: DeltaOptions) -> None:
         show(sheets(rows))
         if options.json_path is not None:
             write_results(options.json_path, {"rows": [asdict(row) for row in rows]})
-        if options.page is not None:
-            insert_into(options.page, markdown(sheets(rows)), "thinwire bench delta --page")
+        insert_into(options.page, markdown(sheets(rows)), "thinwire bench delta --page")

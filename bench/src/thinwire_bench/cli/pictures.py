@@ -8,28 +8,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thinwire.program.timeline import Span
+    from thinwire_bench.published import RowComparison, Table
 
 _KINDS = ("compute", "gather", "reduce", "sync", "spread", "waiting")
 """Rows of a panel, from above: computation, lanes, and computation standing still."""
 
 
-def draw_agreement(
-    path: Path, title: str, points: Mapping[str, Sequence[tuple[float, float]]], unit: str, band: float | None = None
-) -> None:
-    """Published figures across, simulated ones up; what agrees lies on the diagonal, in a band.
+def draw_agreement(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> None:
+    """Published figures across, simulated ones up; what agrees lies on the diagonal, in a band of 10 %, or of the goal
+    if figures are percentages."""
+    from matplotlib.figure import Figure
 
-    Args:
-        path: The PNG file.
-        title: Title above the picture.
-        points: Pairs ``(published, simulated)``, by kind.
-        unit: Unit of both figures.
-        band: Half-width of the band around the diagonal, in the unit; ``None`` draws 10 %.
-    """
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
-
-    mpl.use("agg")
-    figure, panel = plt.subplots(figsize=(6.4, 5.6))
+    points: dict[str, list[tuple[float, float]]] = {}
+    for comparison in comparisons:
+        points.setdefault(comparison.row.model, []).append((comparison.published, comparison.simulated))
+    title, _, unit = table.title.partition(": ")
+    unit = unit or ("MFU" if "MFU" in title else "times")
+    band = 100 * table.goal if table.in_points and table.goal is not None else None
+    figure = Figure(figsize=(6.4, 5.6))
+    panel = figure.subplots()
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
     ends = [min(0.0, *everything), 1.05 * max(everything)]
     panel.plot(ends, ends, color="grey", linewidth=1)
@@ -43,16 +40,14 @@ def draw_agreement(
     panel.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def draw_timelines(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) -> None:
     """One panel for each step, all over the same seconds."""
-    import matplotlib as mpl
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    mpl.use("agg")
-    figure, axes = plt.subplots(len(steps), 1, figsize=(9.0, 1.9 * len(steps) + 0.6), sharex=True, squeeze=False)
+    figure = Figure(figsize=(9.0, 1.9 * len(steps) + 0.6))
+    axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)
     for panel, (name, spans) in zip(axes.flat, steps.items(), strict=True):
         for row, kind in enumerate(_KINDS):
             # Tracks of lanes are named by their lane and a stage of it.
@@ -64,4 +59,3 @@ def draw_timelines(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) 
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)

@@ -12,7 +12,10 @@ import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 from thinwire_bench.cli.shared import (
+    Hosts,
+    Ranks,
     Timeout,
     checked_model,
     insert_into,
@@ -38,15 +41,13 @@ class PlannerOptions:
         "none,1gbit,200mbit"
     )
     seq: Annotated[int, typer.Option(min=8, help="Sequence length in tokens.")] = 128
-    nodes: Annotated[int, typer.Option(min=1, help="Number of emulated hosts.")] = 2
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks per host.")] = 2
+    nodes: Hosts = 2
+    ranks: Ranks = 2
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurements.")] = 4
     budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget of each profile.")] = "60s"
     profiles: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Directory for profiles; profiles that it already holds are used.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Directory for profiles; profiles that it already holds are used."),
     ] = None
     again: Annotated[
         Path | None,
@@ -54,16 +55,12 @@ class PlannerOptions:
             metavar="FILE",
             help="Measure nothing: predict the pairs of an earlier --json file with the current model, from the "
             "--profiles of that time.",
-            show_default=False,
         ),
     ] = None
     timeout: Timeout = 600.0
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.", show_default=False)
-    ] = None
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.")] = None
     page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
     ] = None
 
 
@@ -101,13 +98,11 @@ def planner(options: PlannerOptions) -> None:
                 "plans": plans,
             }
             write_results(options.json_path, content, earlier=earlier)
-        if options.page is not None:
-            insert_into(options.page, markdown(tables), "thinwire bench planner --page")
+        insert_into(options.page, markdown(tables), "thinwire bench planner --page")
 
 
 def _setup(options: PlannerOptions) -> Setup:
     """The models and links to measure, and for how long."""
-    from thinwire.train.environment import num_cores
     from thinwire_bench.study.planning import Setup
 
     return Setup(
@@ -118,7 +113,6 @@ def _setup(options: PlannerOptions) -> Setup:
         ranks=options.ranks,
         rounds=options.rounds,
         timeout=options.timeout,
-        cores=num_cores(),
         report=progress,
     )
 
@@ -129,21 +123,19 @@ def _known(options: PlannerOptions, setup: Setup) -> dict[str, Profile]:
     Raises:
         UsageError: ``--again`` is given without the profiles of that time, or a profile failed.
     """
-    from thinwire.errors import UsageError
     from thinwire.units import parse_duration
-    from thinwire_bench.study.planning import profile_links, with_base
+    from thinwire_bench.study.planning import profile_links
 
     if options.again is not None and (options.profiles is None or not options.profiles.is_dir()):
         raise UsageError(f"--again {options.again} needs --profiles DIR: the profiles by which its plans were chosen")
     with tempfile.TemporaryDirectory(prefix="thinwire-planner-") as temporary:
         directory = options.profiles or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        return with_base(setup, profile_links(setup, parse_duration(options.budget), directory), directory)
+        return profile_links(setup, parse_duration(options.budget), directory)
 
 
 def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice], dict[str, str]]:
     """Earlier results: the whole file, its pairs, its choices and its plans."""
-    from thinwire.errors import UsageError
     from thinwire_bench.study.pairs import Choice, Pair
 
     try:

@@ -11,6 +11,7 @@ import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 from thinwire_bench.cli.shared import insert_into, markdown, show
 
 if TYPE_CHECKING:
@@ -32,12 +33,9 @@ class ReproduceOptions:
     ] = "all"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
     page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
     ] = None
-    pictures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.", show_default=False)
-    ] = None
+    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.")] = None
 
 
 @expand_options
@@ -55,11 +53,10 @@ def reproduce(options: ReproduceOptions) -> None:
     with explained(as_json=options.as_json):
         compared = _compared(options.name)
         if options.pictures is not None:
-            _draw_all(options.pictures, compared, with_traces=options.name in {"amsp", "all"})
+            _draw(options.pictures, compared, with_traces=options.name in {"amsp", "all"})
         groups = [sheet] if (sheet := _left_out(compared)).rows else []
         tables = [*groups, _summary(compared), *(_sheet(table, comparisons) for table, comparisons in compared)]
-        if options.page is not None:
-            insert_into(options.page, markdown(tables), "thinwire reproduce all --page")
+        insert_into(options.page, markdown(tables), "thinwire reproduce all --page")
         if options.as_json:
             print(json.dumps([_plain(table, comparisons) for table, comparisons in compared]))
         else:
@@ -72,7 +69,6 @@ def _compared(name: str) -> list[tuple[Table, list[RowComparison]]]:
     Raises:
         UsageError: there is no publication of that name.
     """
-    from thinwire.errors import UsageError
     from thinwire_bench.published import TABLES
     from thinwire_bench.published import reproduce as simulated
 
@@ -82,12 +78,18 @@ def _compared(name: str) -> list[tuple[Table, list[RowComparison]]]:
     return [(table, simulated(table)) for table in TABLES if name in (table.name, "all")]
 
 
-def _draw_all(directory: Path, compared: Sequence[tuple[Table, Sequence[RowComparison]]], *, with_traces: bool) -> None:
+def _draw(directory: Path, compared: Sequence[tuple[Table, Sequence[RowComparison]]], *, with_traces: bool) -> None:
+    from thinwire.sim import answer
+    from thinwire_bench.cli.pictures import draw_agreement, draw_timelines
+    from thinwire_bench.published import traced
+
     directory.mkdir(parents=True, exist_ok=True)
     for number, (table, comparisons) in enumerate(compared, start=1):
-        _draw(directory / f"{table.name}-{number}.png", table, comparisons)
+        draw_agreement(directory / f"{table.name}-{number}.png", table, comparisons)
     if with_traces:
-        _draw_traces(directory / "amsp-traces.png")
+        spans = {name: answer(case, trace=True).simulated.spans for name, case in traced().items()}
+        title = "LLaMA-7B on 1024 A800s, one step, simulated (AMSP, Figures 14 and 15)"
+        draw_timelines(directory / "amsp-traces.png", title, spans)
 
 
 def _left_out(compared: Sequence[tuple[Table, Sequence[RowComparison]]]) -> Sheet:
@@ -159,6 +161,7 @@ def _plain(table: Table, comparisons: Sequence[RowComparison]) -> dict[str, Any]
     from thinwire_bench.published import fits, mean_error
 
     fit = fits().get(table.system)
+    of_row = ("where", "model", "system", "gpus", "micro_batch_tokens", "micro_batches")
     return {
         "name": table.name,
         "title": table.title,
@@ -172,37 +175,8 @@ def _plain(table: Table, comparisons: Sequence[RowComparison]) -> dict[str, Any]
         "left_out_date": None if fit is None else fit.date,
         "left_out_groups": [] if fit is None else [asdict(group) for group in fit.groups],
         "rows": [
-            {
-                "where": comparison.row.where,
-                "model": comparison.row.model,
-                "system": comparison.row.system,
-                "gpus": comparison.row.gpus,
-                "micro_batch_tokens": comparison.row.micro_batch_tokens,
-                "micro_batches": comparison.row.micro_batches,
-                "published": comparison.row.value,
-                "simulated": comparison.simulated,
-                "error": comparison.error,
-            }
-            for comparison in comparisons
+            {name: getattr(each.row, name) for name in of_row}
+            | {"published": each.row.value, "simulated": each.simulated, "error": each.error}
+            for each in comparisons
         ],
     }
-
-
-def _draw(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> None:
-    from thinwire_bench.cli.pictures import draw_agreement
-
-    points: dict[str, list[tuple[float, float]]] = {}
-    for comparison in comparisons:
-        points.setdefault(comparison.row.model, []).append((comparison.published, comparison.simulated))
-    title, _, unit = table.title.partition(": ")
-    band = 100 * table.goal if table.in_points and table.goal is not None else None
-    draw_agreement(path, title, points, unit or ("MFU" if "MFU" in title else "times"), band)
-
-
-def _draw_traces(path: Path) -> None:
-    from thinwire.sim import answer
-    from thinwire_bench.cli.pictures import draw_timelines
-    from thinwire_bench.published import traced
-
-    spans = {name: answer(case, trace=True).simulated.spans for name, case in traced().items()}
-    draw_timelines(path, "LLaMA-7B on 1024 A800s, one step, simulated (AMSP, Figures 14 and 15)", spans)

@@ -1,4 +1,4 @@
-"""What several commands of ``thinwire bench`` share: sessions in the lab, settings, result files, pages."""
+"""What several commands of ``thinwire bench`` share: options, settings, result files, pages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from thinwire.cli.terminal.console import command_line, wide_console
+from thinwire.errors import SpecError
+from thinwire_bench.pages import insert, markdown_table
 
 if TYPE_CHECKING:
     from thinwire.report import Sheet
-    from thinwire_bench.peers.interface import SystemSpec
-    from thinwire_bench.systems.interleave import Session, Setting
-    from thinwire_bench.systems.rows import SystemRow
+    from thinwire_bench.systems.interleave import Setting
 
 JsonPath = Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")]
 
@@ -25,8 +25,6 @@ Page = Annotated[
 ]
 
 Timeout = Annotated[float, typer.Option(help="Seconds that a system may take to start, or for a turn.")]
-
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps per turn; a warm-up step precedes them.")]
 
 Hosts = Annotated[int, typer.Option(min=1, help="Number of emulated hosts.")]
 
@@ -40,27 +38,6 @@ def progress(line: str) -> None:
 
 def words(text: str) -> list[str]:
     return [word for part in text.split(",") if (word := part.strip())]
-
-
-def measured(
-    systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session, *, tokens: int
-) -> list[SystemRow]:
-    """Run systems under settings, interleaved, on an emulated cluster.
-
-    Args:
-        systems: The systems; no two have the same label.
-        settings: Bandwidths and bounds on the gradient norm.
-        session: Hosts, rounds and steps.
-        tokens: Tokens of a step, of all ranks.
-
-    Returns:
-        A row for each system and setting; :func:`refuse` looks for those that do not count.
-    """
-    from thinwire.train.environment import num_cores
-    from thinwire_bench.systems.rows import make_rows
-    from thinwire_bench.systems.run import run
-
-    return make_rows(run(systems, settings, session), systems, tokens=tokens, cores=num_cores())
 
 
 def refuse(kind: str, refused: Mapping[str, str], what: str) -> None:
@@ -102,26 +79,22 @@ def show(sheets: Iterable[Sheet]) -> None:
         console.print(rich_table(sheet), "")
 
 
-def insert_into(page: Path, text: str, command: str) -> None:
-    """Replace the results between the two marks of a Markdown page, the first of which names the command.
+def insert_into(page: Path | None, text: str, command: str) -> None:
+    """Replace the results between the two marks of a Markdown page if there is one; the first names the command.
 
     Raises:
         UsageError: the page has no such marks.
     """
-    from thinwire_bench.pages import insert
-
-    page.write_text(insert(page.read_text(encoding="utf-8"), text, command), encoding="utf-8")
+    if page is not None:
+        page.write_text(insert(page.read_text(encoding="utf-8"), text, command), encoding="utf-8")
 
 
 def markdown(sheets: Iterable[Sheet]) -> str:
-    from thinwire_bench.pages import markdown_table
-
     return "\n".join(line for sheet in sheets for line in markdown_table(sheet))
 
 
 def settings_of(bandwidths: Sequence[str], clips: Sequence[str] = ("none",)) -> list[Setting]:
     """Every bandwidth with every bound on the gradient norm; links change as seldom as possible."""
-    from thinwire.errors import SpecError
     from thinwire.units import parse_bandwidth
     from thinwire_bench.systems.interleave import Setting
 
@@ -135,8 +108,6 @@ def settings_of(bandwidths: Sequence[str], clips: Sequence[str] = ("none",)) -> 
 
 
 def _norm(text: str) -> float:
-    from thinwire.errors import SpecError
-
     try:
         norm = float(text)
     except ValueError:
@@ -152,7 +123,6 @@ def checked_model(name: str) -> str:
     Raises:
         SpecError: there is no model of that name.
     """
-    from thinwire.errors import SpecError
     from thinwire_bench.peers.catalog import MODELS
 
     if name not in MODELS:

@@ -10,6 +10,7 @@ import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 from thinwire_bench.cli.shared import Page, insert_into, markdown, progress, show
 
 _RUN: Final = Path("runs/soak")
@@ -39,7 +40,6 @@ def soak(options: SoakOptions) -> None:
       thinwire bench soak --read --log docs/results/soak.jsonl --page docs/results/faults.md
     """
     with explained():
-        from thinwire.errors import UsageError
         from thinwire_bench.chaos.soak import read_samples, soak_sheet
         from thinwire_bench.chaos.soak import soak as train_long
 
@@ -50,5 +50,4 @@ def soak(options: SoakOptions) -> None:
             train_long(options.hours, _RUN.resolve(), options.log, interval=_INTERVAL, report=progress)
         sheet = soak_sheet(read_samples(options.log))
         show([sheet])
-        if options.page is not None:
-            insert_into(options.page, markdown([sheet]), "thinwire bench soak --page")
+        insert_into(options.page, markdown([sheet]), "thinwire bench soak --page")

@@ -12,13 +12,12 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import SpecError
 from thinwire_bench.cli.shared import (
     Hosts,
     Ranks,
-    Steps,
     Timeout,
     checked_model,
-    measured,
     progress,
     refuse,
     settings_of,
@@ -56,7 +55,7 @@ class StepOptions:
     rounds: Annotated[
         int, typer.Option(min=1, help="Rounds; each system runs once under each setting in every round.")
     ] = 5
-    steps: Steps = 3
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn; a warm-up step precedes them.")] = 3
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
     model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     timeout: Timeout = 600.0
@@ -83,15 +82,24 @@ def step(options: StepOptions) -> None:
       thinwire bench step --peers local,fsdp2,deepspeed1,deepspeed2,deepspeed3   (after: make bench-peers)
     """
     with explained():
-        from thinwire_bench.systems.interleave import Session
+        from thinwire.train.environment import num_cores
+        from thinwire_bench.systems.interleave import Session, run
         from thinwire_bench.systems.ratios import goals
+        from thinwire_bench.systems.rows import make_rows
+        from thinwire_bench.systems.table import goals_table, tables
 
         session = Session(options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress)
         systems = _systems(options)
         settings = settings_of(words(options.bandwidth), words(options.clip))
-        rows = measured(systems, settings, session, tokens=options.seq * session.world)
+        samples = run(systems, settings, session)
+        tokens = options.seq * options.nodes * options.ranks
+        rows = make_rows(samples, systems, tokens=tokens, cores=num_cores())
         ratios = goals(rows)
-        _show(rows, ratios)
+        console = wide_console()
+        for table in tables(rows):
+            console.print(table, "")
+        if any(ratios.values()):
+            console.print(goals_table(ratios))
         if options.json_path is not None:
             write_results(options.json_path, _content(rows, ratios, options))
         if options.png_path is not None:
@@ -108,7 +116,6 @@ def _systems(options: StepOptions) -> list[SystemSpec]:
         SpecError: a system is unknown or named twice, or none is named.
         UsageError: a system is not installed.
     """
-    from thinwire.errors import SpecError
     from thinwire_bench.peers.catalog import peer_systems, plan_systems
 
     workload = {"model": checked_model(options.model), "seq": options.seq}
@@ -138,14 +145,3 @@ def _content(rows: Sequence[SystemRow], ratios: Mapping[str, Sequence[Ratio]], o
         "rounds": options.rounds,
         "steps": options.steps,
     }
-
-
-def _show(rows: Sequence[SystemRow], ratios: Mapping[str, Sequence[Ratio]]) -> None:
-    """Print tables on stdout; lines that go to a pipe are not cut."""
-    from thinwire_bench.systems.table import goals_table, tables
-
-    console = wide_console()
-    for table in tables(rows):
-        console.print(table, "")
-    if any(ratios.values()):
-        console.print(goals_table(ratios))

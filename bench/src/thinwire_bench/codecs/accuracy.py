@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.manifest import dtype_name
 from thinwire.codecs import Codec
 from thinwire_bench.codecs.soundness import SEED
 
@@ -54,14 +55,13 @@ def codec_accuracy(codec: Codec, data: str, x: Tensor) -> Accuracy:
     """Encode and decode a data set; decoded values are fp32, which is what they are added to others in."""
     wire = codec.encode(x, seed=SEED if codec.spec.needs_seed else None)
     decoded = codec.decode(wire, x.numel(), x.dtype if codec.spec.is_lossless else torch.float32)
-    return Accuracy(
-        subject=str(codec.spec),
-        dtype=str(x.dtype).removeprefix("torch."),
-        data=data,
-        values=x.numel(),
-        snr_db=signal_to_noise(x, decoded),
-        wire_bits=8 * wire.numel() / x.numel(),
-    )
+    return accuracy(str(codec.spec), data, x, decoded, wire.numel())
+
+
+def accuracy(subject: str, data: str, x: Tensor, decoded: Tensor, num_bytes: int) -> Accuracy:
+    """The error of a data set that became ``num_bytes`` bytes, and again values."""
+    snr, bits = signal_to_noise(x, decoded), 8 * num_bytes / x.numel()
+    return Accuracy(subject, dtype_name(x.dtype), data, x.numel(), snr, bits)
 
 
 def signal_to_noise(x: Tensor, y: Tensor) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.packing import prepare
@@ -54,56 +54,51 @@ def student(num_values: int, seed: int = 1) -> Tensor:
     return torch.cat(pieces)
 
 
+class SmallLlama:
+    """A Llama of some 5 million parameters, trained on text of Python's library with samples of 128 tokens."""
+
+    def __init__(self, layers: int, ffn: int, report: Callable[[str], None], weight_decay: float = 0.01) -> None:
+        tokens = prepare(DataRecipe(source="stdlib", max_bytes=_TEXT), report).train
+        self._samples = Samples(tokens, _SEQ, seed=0)
+        config = LlamaConfig(vocab=tokens.vocab, hidden=256, layers=layers, heads=4, kv_heads=4, ffn=ffn, seq=_SEQ)
+        self.model = Llama(config, seed=0)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True, weight_decay=weight_decay)
+
+    def backward(self, step: int) -> None:
+        """Compute the gradients of a step, of eight samples."""
+        batch = self._samples.batch(self._samples.indices(step * _BATCH, _BATCH))
+        loss = self.model(batch.input_ids, labels=batch.labels).loss
+        assert loss is not None
+        loss.backward()
+
+    def step(self, step: int) -> None:
+        """Train a step; no gradients are left."""
+        self.backward(step)
+        self.optim.step()
+        self.optim.zero_grad()
+
+
 def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
-    """Train a Llama of 5 million parameters and take it apart."""
+    """Train a Llama and take it apart."""
     report("training a small model for its gradients, weights and activations")
-    model, samples = _trained_model(report)
+    small = SmallLlama(layers=4, ffn=704, report=report)
+    for step in range(_STEPS):
+        small.step(step)
     outputs: list[Tensor] = []
-    handles = [layer.register_forward_hook(_keep(outputs)) for layer in model.layers]
-    backward(model, samples, _STEPS)
+    handles = [
+        layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        for layer in small.model.layers
+    ]
+    small.backward(_STEPS)
     for handle in handles:
         handle.remove()
-    matrices = _matrices(model)
+    # The norms' weights, near 1, are one value in 2000 and would be half of the sum of squares.
+    matrices = [parameter for parameter in small.model.parameters() if parameter.dim() == 2]
     return {
         "gradients": _flat(matrix.grad for matrix in matrices if matrix.grad is not None),
         "weights": _flat(matrices),
         "activations": _flat(outputs),
     }
-
-
-def _trained_model(report: Callable[[str], None]) -> tuple[Llama, Samples]:
-    """The model after its training, without gradients, and the samples that go on."""
-    tokens = prepare(DataRecipe(source="stdlib", max_bytes=_TEXT), report).train
-    samples = Samples(tokens, _SEQ, seed=0)
-    config = LlamaConfig(vocab=tokens.vocab, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, seq=_SEQ)
-    model = Llama(config, seed=0)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    for step in range(_STEPS):
-        backward(model, samples, step)
-        optim.step()
-        optim.zero_grad()
-    return model, samples
-
-
-def _matrices(model: Llama) -> list[nn.Parameter]:
-    """The norms' weights, near 1, are one value in 2000 and would be half of the sum of squares."""
-    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
-
-
-def backward(model: Llama, samples: Samples, step: int) -> None:
-    """Compute the gradients of a step, of eight samples."""
-    batch = samples.batch(samples.indices(step * _BATCH, _BATCH))
-    loss = model(batch.input_ids, labels=batch.labels).loss
-    assert loss is not None
-    loss.backward()
-
-
-def _keep(outputs: list[Tensor]) -> Callable[[nn.Module, object, Tensor], None]:
-    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
-        del module, inputs
-        outputs.append(output)
-
-    return hook
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from thinwire.codecs.delta import Delta
 from thinwire.report import Sheet
-from thinwire.spec.recipe import DataRecipe
-from thinwire.train.data.packing import prepare
-from thinwire.train.data.samples import Samples
-from thinwire.train.models.llama import Llama, LlamaConfig
-from thinwire_bench.codecs.data import backward
+from thinwire_bench.codecs.data import SmallLlama
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import COPY, TimedCall, copy_job, interleave
 
@@ -63,14 +59,8 @@ class DeltaRow:
 def measure(
     num_values: int, steps: int, rounds: int, report: Callable[[str], None] = lambda line: None
 ) -> list[DeltaRow]:
-    """Steps of synthetic weights and of a small Llama at each rate.
-
-    Args:
-        num_values: Synthetic weights.
-        steps: Steps that the Llama is trained before.
-        rounds: Rounds of the timed calls, on one thread.
-        report: Called with a line of text before anything that takes long.
-    """
+    """Steps at each rate of ``num_values`` synthetic weights, and of a small Llama that was trained for ``steps``
+    before; calls are timed in rounds, on one thread."""
     report("making synthetic weights")
     rows = [_row("synthetic", rate, synthetic(num_values, rate), rounds) for rate in RATES]
     report("training a small Llama")
@@ -124,31 +114,23 @@ def synthetic(num_values: int, rate: float, seed: int = 0) -> Step:
 
 def _of_a_model(steps: int) -> Iterator[tuple[float, Step]]:
     """A step at each rate of a Llama that was trained at 1e-3 before, the optimizer's state included."""
-    tokens = prepare(DataRecipe(source="stdlib", max_bytes=4 << 20), lambda line: None).train
-    samples = Samples(tokens, 128, seed=0)
-    config = LlamaConfig(vocab=tokens.vocab, hidden=256, layers=6, heads=4, kv_heads=4, ffn=688, seq=128)
-    model = Llama(config, seed=0)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-
-    def step(index: int) -> None:
-        backward(model, samples, index)
-        optim.step()
-        optim.zero_grad()
+    small = SmallLlama(layers=6, ffn=688, report=lambda line: None, weight_decay=0.0)
+    model, optim = small.model, small.optim
 
     def weights() -> Tensor:
         return torch.cat([parameter.detach().bfloat16().view(-1) for parameter in model.parameters()])
 
     for index in range(steps):
-        step(index)
+        small.step(index)
     state = copy.deepcopy((model.state_dict(), optim.state_dict()))
     for rate in RATES:
         model.load_state_dict(state[0])
         optim.load_state_dict(copy.deepcopy(state[1]))
         optim.param_groups[0]["lr"] = rate
         for index in range(steps, steps + 3):
-            step(index)
+            small.step(index)
         old = weights()
-        step(steps + 3)
+        small.step(steps + 3)
         yield rate, (old, weights())
 
 

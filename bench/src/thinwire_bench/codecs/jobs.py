@@ -54,7 +54,6 @@ def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[Tim
         "decode": lambda: codec.decode(wire, numel, dtype, out=out),
         "decode_add": lambda: codec.decode_add(wire, total, encoded=dtype),
     }
-    sizes = dict.fromkeys(calls, size)
     if fused:
         part = numel // INPUTS
         bounds = [(index * part, (index + 1) * part) for index in range(INPUTS - 1)] + [((INPUTS - 1) * part, numel)]
@@ -69,6 +68,6 @@ def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[Tim
                 wires, numel, codec, scale=1 / INPUTS, seed=seed, out=result, encoded=dtype
             ),
         }
-        sizes |= {"encode_slices": size, "decode_sum": INPUTS * size, "decode_sum_encode": INPUTS * size}
-    jobs = [TimedCall(str(codec.spec), direction, sizes[direction], call) for direction, call in calls.items()]
+    read = {"decode_sum": INPUTS, "decode_sum_encode": INPUTS}
+    jobs = [TimedCall(str(codec.spec), way, read.get(way, 1) * size, call) for way, call in calls.items()]
     return jobs, 8 * wire.numel() / numel

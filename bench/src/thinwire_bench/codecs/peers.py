@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import SpecError
-from thinwire_bench.codecs.accuracy import Accuracy, signal_to_noise
+from thinwire_bench.codecs.accuracy import Accuracy, accuracy, signal_to_noise
 from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.soundness import same_bits
 from thinwire_bench.codecs.speeds import TimedCall
@@ -32,7 +32,6 @@ class CodecPeer:
 
     Attributes:
         name: Name in the table.
-        group: Group that the command line names.
         summary: Description of the peer.
         encode: Encodes a tensor into the peer's own representation.
         decode: Decodes the representation; gets the original tensor as well, for its shape and dtype.
@@ -45,7 +44,6 @@ class CodecPeer:
     """
 
     name: str
-    group: str
     summary: str
     encode: Callable[[Tensor], Any]
     decode: Callable[[Any, Tensor], Tensor]
@@ -104,9 +102,7 @@ def accuracy_of(peer: CodecPeer, data: str, x: Tensor) -> Accuracy:
     """The error of a peer on a data set, whose tail is left out where the peer takes whole blocks only."""
     x = x[: x.numel() // 2048 * 2048]
     kept = peer.encode(x)
-    snr = signal_to_noise(x, peer.decode(kept, x).view(-1))
-    bits = 8 * peer.num_bytes(kept) / x.numel()
-    return Accuracy(peer.name, str(x.dtype).removeprefix("torch."), data, x.numel(), snr, bits)
+    return accuracy(peer.name, data, x, peer.decode(kept, x).view(-1), peer.num_bytes(kept))
 
 
 def _absent(peer: CodecPeer, device: torch.device) -> str | None:
@@ -149,34 +145,17 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale).to(dtype)
 
 
-def _eager() -> list[CodecPeer]:
-    return [
-        CodecPeer(
-            "torch eager int8:256",
-            "eager",
-            "block quantisation in plain torch operations",
-            encode=_quantize,
-            decode=lambda kept, x: _dequantize(kept[0], kept[1], x.dtype),
-            num_bytes=_tensor_bytes,
-        )
-    ]
+def _int8(*, compiled: bool) -> CodecPeer:
+    """These operations as they are, or compiled."""
+    name, summary = "torch eager int8:256", "block quantisation in plain torch operations"
+    quantize, dequantize = _quantize, _dequantize
+    if compiled:
+        name, summary = "torch.compile int8:256", "the same operations, compiled by inductor"
+        quantize, dequantize = torch.compile(_quantize, dynamic=False), torch.compile(_dequantize, dynamic=False)
+    return CodecPeer(name, summary, quantize, lambda kept, x: dequantize(kept[0], kept[1], x.dtype), _tensor_bytes)
 
 
-def _compile() -> list[CodecPeer]:
-    quantize, dequantize = torch.compile(_quantize, dynamic=False), torch.compile(_dequantize, dynamic=False)
-    return [
-        CodecPeer(
-            "torch.compile int8:256",
-            "compile",
-            "the same operations, compiled by inductor",
-            encode=quantize,
-            decode=lambda kept, x: dequantize(kept[0], kept[1], x.dtype),
-            num_bytes=_tensor_bytes,
-        )
-    ]
-
-
-def _deepspeed_form() -> list[CodecPeer]:
+def _deepspeed_form() -> CodecPeer:
     """DeepSpeed's quantiser for its quantised gradients, written again: scale = max / 2^(N-1), clamped above."""
     block = 2048
 
@@ -186,27 +165,20 @@ def _deepspeed_form() -> list[CodecPeer]:
         scale = torch.where(largest == 0, 1.0, largest / 8)
         return torch.round(values / scale).clamp(-8, 7), scale
 
-    return [
-        CodecPeer(
-            "INT4 b2048, clamp at +7 with scale max/8",
-            "deepspeed-form",
-            "how DeepSpeed quantises, restated in torch; for its error alone",
-            encode=encode,
-            decode=lambda kept, x: (kept[0] * kept[1]).to(x.dtype),
-            num_bytes=lambda kept: kept[0].numel() // 2 + 4 * kept[1].numel(),
-            timed=False,
-        )
-    ]
+    return CodecPeer(
+        "INT4 b2048, clamp at +7 with scale max/8",
+        "how DeepSpeed quantises, restated in torch; for its error alone",
+        encode=encode,
+        decode=lambda kept, x: (kept[0] * kept[1]).to(x.dtype),
+        num_bytes=lambda kept: kept[0].numel() // 2 + 4 * kept[1].numel(),
+        timed=False,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ packages
 
 
-def _zfpy() -> list[CodecPeer]:
-    return [_zfpy_rate(rate) for rate in (8, 16, 24)]
-
-
-def _zfpy_rate(rate: int) -> CodecPeer:
+def _zfpy(rate: int) -> CodecPeer:
     def encode(x: Tensor) -> bytes:
         stream: bytes = _module("zfpy").compress_numpy(x.numpy(), rate=rate, write_header=False)
         return stream
@@ -218,7 +190,6 @@ def _zfpy_rate(rate: int) -> CodecPeer:
 
     return CodecPeer(
         f"zfpy rate {rate}",
-        "zfpy",
         "libzfp by its own Python binding",
         encode=encode,
         decode=decode,
@@ -229,11 +200,7 @@ def _zfpy_rate(rate: int) -> CodecPeer:
     )
 
 
-def _torchao() -> list[CodecPeer]:
-    return [_torchao_bits(8), _torchao_bits(4)]
-
-
-def _torchao_bits(bits: int) -> CodecPeer:
+def _torchao(bits: int) -> CodecPeer:
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     block = (1, _BLOCK)
 
@@ -255,7 +222,6 @@ def _torchao_bits(bits: int) -> CodecPeer:
 
     return CodecPeer(
         f"torchao int{bits}:256",
-        "torchao",
         "affine quantisation primitives" + (", which keep a byte for each code" if bits < 8 else ""),
         encode=encode,
         decode=decode,
@@ -274,7 +240,6 @@ def _bitsandbytes() -> list[CodecPeer]:
     return [
         CodecPeer(
             "bitsandbytes 8-bit b256",
-            "bitsandbytes",
             "quantize_blockwise, dynamic 8-bit codes",
             encode=lambda x: functional().quantize_blockwise(x, blocksize=_BLOCK),
             decode=lambda kept, x: functional().dequantize_blockwise(*kept),
@@ -283,7 +248,6 @@ def _bitsandbytes() -> list[CodecPeer]:
         ),
         CodecPeer(
             "bitsandbytes nf4 b256",
-            "bitsandbytes",
             "quantize_4bit, codes for normal values",
             encode=lambda x: functional().quantize_4bit(x, blocksize=_BLOCK, quant_type="nf4"),
             decode=lambda kept, x: functional().dequantize_4bit(*kept),
@@ -293,7 +257,7 @@ def _bitsandbytes() -> list[CodecPeer]:
     ]
 
 
-def _zipnn() -> list[CodecPeer]:
+def _zipnn() -> CodecPeer:
     def coder() -> Any:
         return _module("zipnn").ZipNN(bytearray_dtype="bfloat16", input_format="byte", threads=1)
 
@@ -305,20 +269,17 @@ def _zipnn() -> list[CodecPeer]:
     def decode(kept: bytes, x: Tensor) -> Tensor:
         return torch.frombuffer(bytearray(coder().decompress(kept)), dtype=x.dtype)
 
-    return [
-        CodecPeer(
-            "ZipNN",
-            "zipnn",
-            "lossless: byte groups and Huffman codes",
-            encode=encode,
-            decode=decode,
-            num_bytes=len,
-            package="zipnn",
-            dtypes=(torch.bfloat16,),
-            on_cuda=False,
-            lossless=True,
-        )
-    ]
+    return CodecPeer(
+        "ZipNN",
+        "lossless: byte groups and Huffman codes",
+        encode=encode,
+        decode=decode,
+        num_bytes=len,
+        package="zipnn",
+        dtypes=(torch.bfloat16,),
+        on_cuda=False,
+        lossless=True,
+    )
 
 
 def _module(name: str) -> Any:
@@ -327,12 +288,12 @@ def _module(name: str) -> Any:
 
 
 GROUPS: Final[dict[str, Callable[[], list[CodecPeer]]]] = {
-    "zfpy": _zfpy,
-    "eager": _eager,
-    "compile": _compile,
-    "torchao": _torchao,
+    "zfpy": lambda: [_zfpy(rate) for rate in (8, 16, 24)],
+    "eager": lambda: [_int8(compiled=False)],
+    "compile": lambda: [_int8(compiled=True)],
+    "torchao": lambda: [_torchao(bits) for bits in (8, 4)],
     "bitsandbytes": _bitsandbytes,
-    "zipnn": _zipnn,
-    "deepspeed-form": _deepspeed_form,
+    "zipnn": lambda: [_zipnn()],
+    "deepspeed-form": lambda: [_deepspeed_form()],
 }
 """The groups of peers that the command line can name."""

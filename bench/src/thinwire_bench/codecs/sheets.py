@@ -45,20 +45,22 @@ def _error_sheets(study: CodecStudy) -> list[Sheet]:
     data = [name for name in DATA_SETS if name in named]
     for dtype in dict.fromkeys(each.dtype for each in study.accuracies):
         by_subject = {(each.subject, each.data): each for each in study.accuracies if each.dtype == dtype}
-        subjects = [name for name in _subjects(study) if any(subject == name for subject, _ in by_subject)]
-        rows: list[list[str]] = []
-        faint: set[int] = set()
-        for subject in subjects:
+        rows = []
+        # Codecs as they were named, then peers.
+        for subject in dict.fromkeys([*study.codecs, *(peer.name for peer in study.peers)]):
+            if not any(subject == other for other, _ in by_subject):
+                continue
             measured = [by_subject[subject, name] for name in data]
-            if subject not in study.codecs:
-                faint.add(len(rows))
-            rows.append([
-                subject,
-                _bits([each.wire_bits for each in measured]),
-                *("exact" if each.snr_db is None else f"{each.snr_db:.1f}" for each in measured),
-            ])  # fmt: skip
-        made.append(Sheet(f"{dtype}: signal to noise in dB", ["codec", "bits", *data], 1, rows, frozenset(faint)))
+            decibels = ("exact" if each.snr_db is None else f"{each.snr_db:.1f}" for each in measured)
+            rows.append([subject, _bits([each.wire_bits for each in measured]), *decibels])
+        title = f"{dtype}: signal to noise in dB"
+        made.append(Sheet(title, ["codec", "bits", *data], 1, rows, _faint(study, rows)))
     return made
+
+
+def _faint(study: CodecStudy, rows: Sequence[Sequence[str]]) -> frozenset[int]:
+    """Rows that are not of codecs: peers and memcpy."""
+    return frozenset(index for index, row in enumerate(rows) if row[0] not in study.codecs)
 
 
 def _speed_sheets(study: CodecStudy) -> list[Sheet]:
@@ -69,14 +71,11 @@ def _speed_sheets(study: CodecStudy) -> list[Sheet]:
         by_key = {(each.subject, each.direction): each for each in here}
         copy = by_key[COPY, "copy"]
         rows = [[COPY, "", f"{copy.gb_per_s:.1f} ({copy.gb_per_s_min:.1f} to {copy.gb_per_s_max:.1f})", "", ""]]
-        faint = {0}
         for subject in dict.fromkeys(each.subject for each in here if each.subject != COPY):
-            if subject not in study.codecs:
-                faint.add(len(rows))
             cells = [_speed(by_key.get((subject, direction))) for direction in DIRECTIONS]
             rows.append([subject, f"{by_key[subject, 'encode'].wire_bits:.2f}", *cells])
         title = f"{dtype}, {format_bytes(size)}: GB/s of the tensor (share of memcpy, range over rounds)"
-        made.append(Sheet(title, ["codec", "bits", *DIRECTIONS], 1, rows, frozenset(faint)))
+        made.append(Sheet(title, ["codec", "bits", *DIRECTIONS], 1, rows, _faint(study, rows)))
     return made
 
 
@@ -136,18 +135,11 @@ def _goal_sheet(study: CodecStudy) -> Sheet:
     return Sheet("goals", ["goal", "of", "measured", "wanted", ""], 2, rows)
 
 
-def _subjects(study: CodecStudy) -> list[str]:
-    """Codecs as they were named, then peers."""
-    return list(dict.fromkeys([*study.codecs, *(peer.name for peer in study.peers)]))
-
-
 def _speed(speed: CodecSpeed | None) -> str:
     if speed is None:
         return ""
-    shares = (100 * speed.share, 100 * speed.share_min, 100 * speed.share_max)
-    return (
-        f"{speed.gb_per_s:.{1 if speed.gb_per_s >= 1 else 2}f} ({shares[0]:.0f}%, {shares[1]:.0f} to {shares[2]:.0f})"
-    )
+    spread = f"{100 * speed.share:.0f}%, {100 * speed.share_min:.0f} to {100 * speed.share_max:.0f}"
+    return f"{speed.gb_per_s:.{1 if speed.gb_per_s >= 1 else 2}f} ({spread})"
 
 
 def _bits(bits_per_value: Sequence[float]) -> str:

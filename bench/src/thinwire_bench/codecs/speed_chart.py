@@ -20,7 +20,6 @@ _HEIGHT: Final = 0.27
 
 def draw(study: CodecStudy, path: Path) -> None:
     """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -30,7 +29,6 @@ def draw(study: CodecStudy, path: Path) -> None:
     codecs = [codec for codec in study.codecs if any(each.subject == codec for each in timed)]
     height = 0.42 * len(codecs) + 0.9
     figure = Figure(figsize=(1.8 + 4.2 * len(sizes), height * len(dtypes) + 0.7), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(dtypes), len(sizes), squeeze=False, sharex=True, sharey=True)
     for dtype, line in zip(dtypes, panels, strict=True):
         for size, axes in zip(sizes, line, strict=True):

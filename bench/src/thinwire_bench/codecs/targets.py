@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from thinwire.checkpoint.manifest import dtype_name
 from thinwire.codecs import Codec
 from thinwire.codecs.cpp import _native
 from thinwire_bench.codecs.jobs import Buffers, codec_jobs
 from thinwire_bench.codecs.soundness import CodecGate, check_sample
-from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, copy_job, interleave, is_noisy, speeds
+from thinwire_bench.codecs.speeds import TimedCall
 
 TARGET_DIRECTIONS = ("encode", "decode")
 """The directions that are timed with every instruction set."""
@@ -46,27 +47,21 @@ def check_targets(codecs: Sequence[Codec], targets: Sequence[str], dtype: torch.
         with forced(target):
             for codec in codecs:
                 problem = check_sample(codec, dtype, torch.device("cpu"))
-                gates.append(CodecGate(str(codec.spec), _name(dtype), None, problem, target))
+                gates.append(CodecGate(str(codec.spec), dtype_name(dtype), None, problem, target))
     return gates
 
 
-def target_speeds(
-    codecs: Sequence[Codec], targets: Sequence[str], *, dtype: torch.dtype, size: int, rounds: int
-) -> tuple[list[CodecSpeed], bool]:
-    """Time codecs of the backend ``cpp`` that encode the dtype with every instruction set, on tensors of ``size``
-    bytes, all in turns with each other and with memcpy. Returns the speeds, memcpy's among them, and whether memcpy's
-    were unsteady."""
-    device = torch.device("cpu")
-    buffers = Buffers.make(size, dtype, device)
-    jobs = [copy_job(buffers.x, buffers.out)]
+def target_jobs(
+    codecs: Sequence[Codec], targets: Sequence[str], buffers: Buffers
+) -> tuple[list[TimedCall], dict[str, float]]:
+    """Calls of codecs of the backend ``cpp`` with every instruction set, each of which stays in use after it, and the
+    bits of a codec's message for each value."""
+    jobs: list[TimedCall] = []
     bits: dict[str, float] = {}
     for codec in codecs:
         made, bits[str(codec.spec)] = codec_jobs(codec, buffers, fused=False)
         jobs += [_with(job, name) for job in made if job.direction in TARGET_DIRECTIONS for name in targets]
-    with forced(_native.target()):
-        seconds = interleave(jobs, rounds=rounds, device=device)
-    steady = not is_noisy(seconds[[job.subject for job in jobs].index(COPY)])
-    return speeds(jobs, seconds, dtype=_name(dtype), size=size, wire_bits=bits), not steady
+    return jobs, bits
 
 
 def _with(job: TimedCall, target: str) -> TimedCall:
@@ -77,7 +72,3 @@ def _with(job: TimedCall, target: str) -> TimedCall:
         return call()
 
     return replace(job, call=with_target, target=target)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

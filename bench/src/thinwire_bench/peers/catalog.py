@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
-
-REFERENCE: Final = "local"
-"""The peer that does not communicate."""
-
 
 MODELS: Final[Mapping[str, Mapping[str, int]]] = {
     "llama-17m": {"vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1376},
@@ -32,49 +28,41 @@ EVERY: Final = 32
 """Steps from one exchange of torchft's islands to the next, as in the preset ``islands``."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A system that is not ours, which ``module:function`` builds on a rank; its communication repeats after ``cycle``
-    steps."""
-
-    builder: str
-    summary: str
-    package: str | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    kind: SystemKind = SystemKind.PEER
-    cycle: int = 1
+def _torch(label: str, name: str, kind: SystemKind = SystemKind.PEER) -> SystemSpec:
+    return SystemSpec(label, f"thinwire_bench.peers.pytorch:{name}", kind=kind, joined=kind is not SystemKind.BOUND)
 
 
-def _torch(name: str, summary: str, kind: SystemKind = SystemKind.PEER) -> Peer:
-    return Peer(f"thinwire_bench.peers.pytorch:{name}", summary, kind=kind)
-
-
-def _torchft(name: str, summary: str) -> Peer:
+def _torchft(label: str, name: str) -> SystemSpec:
     builder = f"thinwire_bench.peers.torchft_islands:{name}"
-    options = (("every", EVERY),)
-    return Peer(builder, summary, package="torchft", options=options, kind=SystemKind.CHANGED, cycle=EVERY)
+    return SystemSpec(label, builder, {"every": EVERY}, SystemKind.CHANGED, cycle=EVERY, gap=EVERY)
 
 
-def _deepspeed(stage: int, summary: str) -> Peer:
-    builder = "thinwire_bench.peers.deepspeed_zero:deepspeed"
-    return Peer(builder, summary, package="deepspeed", options=(("stage", stage),))
+def _deepspeed(stage: int) -> SystemSpec:
+    return SystemSpec(f"deepspeed{stage}", "thinwire_bench.peers.deepspeed_zero:deepspeed", {"stage": stage})
 
 
-PEERS: Final[Mapping[str, Peer]] = {
-    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound", SystemKind.BOUND),
-    "ddp": _torch("ddp", "DistributedDataParallel"),
-    "ddp-bf16": _torch("ddp_bf16_hook", "DistributedDataParallel in fp32 with its bf16 hook"),
-    "powersgd": _torch("ddp_powersgd", "DistributedDataParallel with PowerSGD, rank 4", SystemKind.CHANGED),
-    "zero1": _torch("zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
-    "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
-    "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
-    "hpz": _torch("hpz", "fully_shard over all ranks, resharded inside the node after the forward"),
-    "diloco": _torchft("diloco", "torchft's DiLoCo, an island for each rank, an exchange every 32 steps"),
-    "local-sgd": _torchft("local_sgd", "torchft's LocalSGD, an island for each rank, an exchange every 32 steps"),
-    "deepspeed1": _deepspeed(1, "DeepSpeed ZeRO-1"),
-    "deepspeed2": _deepspeed(2, "DeepSpeed ZeRO-2"),
-    "deepspeed3": _deepspeed(3, "DeepSpeed ZeRO-3"),
+_SYSTEMS: Final = (
+    _torch("local", "local", SystemKind.BOUND),
+    _torch("ddp", "ddp"),
+    _torch("ddp-bf16", "ddp_bf16_hook"),
+    _torch("powersgd", "ddp_powersgd", SystemKind.CHANGED),
+    _torch("zero1", "zero1"),
+    _torch("fsdp2", "fsdp2"),
+    _torch("hsdp", "hsdp"),
+    _torch("hpz", "hpz"),
+    _torchft("diloco", "diloco"),
+    _torchft("local-sgd", "local_sgd"),
+    *map(_deepspeed, (1, 2, 3)),
+)
+
+PEERS: Final[Mapping[str, SystemSpec]] = {system.label: system for system in _SYSTEMS}
+"""Systems that are not ours by label, without a workload; their builders say what they are."""
+
+_PACKAGES: Final = {
+    "thinwire_bench.peers.torchft_islands": "torchft",
+    "thinwire_bench.peers.deepspeed_zero": "deepspeed",
 }
+"""What is to be installed for the systems of a module."""
 
 
 def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[SystemSpec]:
@@ -87,53 +75,38 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise SpecError("--peers", [f"there is no peer {name!r}; valid are {', '.join(PEERS)}" for name in unknown])
-    check_packages(names)
-    return [_peer(name, workload) for name in names]
-
-
-def check_packages(names: Iterable[str]) -> None:
-    """Check that the packages of peers are installed; other names are passed over.
-
-    Raises:
-        UsageError: A package is not installed.
-    """
-    for name in (name for name in names if name in PEERS):
-        package = PEERS[name].package
+    systems = [replace(PEERS[name], options={**workload, **PEERS[name].options}) for name in names]
+    for system in systems:
+        package = _PACKAGES.get(system.builder.split(":")[0])
         if package is not None and importlib.util.find_spec(package) is None:
-            raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
+            raise UsageError(
+                f"peer {system.label} needs the package {package}, which is not installed: run `make bench-peers`"
+            )
+    return systems
 
 
 def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:
-    """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
-
-    Args:
-        names: Presets, or paths of ``.toml`` files.
-        workload: Options of every builder.
-        nodes: Nodes of the mesh.
-        ranks: Ranks of each node.
+    """Plans by preset name or path of a ``.toml`` file, on a mesh of nodes with some ranks each, labelled ``tw:NAME``
+    so that a peer may have the same name.
 
     Raises:
         SpecError: a plan is invalid, or its mesh is another.
     """
-    return [
-        plan_system(Path(name).stem if name.endswith(".toml") else name, named_plan(name, nodes, ranks), workload)
-        for name in names
-    ]
+    stems = [Path(name).stem if name.endswith(".toml") else name for name in names]
+    plans = [_named_plan(name, nodes, ranks) for name in names]
+    return [plan_system(stem, plan, workload) for stem, plan in zip(stems, plans, strict=True)]
 
 
 def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
     """One plan, labelled ``tw:NAME``."""
-    spec = SystemSpec(
-        f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, SystemKind.PLAN
-    )
-    islands = plan.islands
-    if islands is None:
+    options = {**workload, "plan": plan.to_toml()}
+    spec = SystemSpec(f"tw:{name}", "thinwire_bench.peers.plans:plan", options, SystemKind.PLAN)
+    if (islands := plan.islands) is None:
         return spec
-    gap = islands.every // islands.fragments
-    return replace(spec, kind=SystemKind.CHANGED, cycle=islands.every, gap=gap)
+    return replace(spec, kind=SystemKind.CHANGED, cycle=islands.every, gap=islands.every // islands.fragments)
 
 
-def named_plan(name: str, nodes: int, ranks: int) -> Plan:
+def _named_plan(name: str, nodes: int, ranks: int) -> Plan:
     """A preset on a mesh, or the plan of a ``.toml`` file.
 
     Raises:
@@ -147,10 +120,3 @@ def named_plan(name: str, nodes: int, ranks: int) -> Plan:
             name, f"mesh = {plan.mesh} (local x nodes){islands} is not that of --nodes {nodes} --ranks {ranks}"
         )
     return plan
-
-
-def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
-    peer = PEERS[name]
-    options = {**workload, **dict(peer.options)}
-    joined = peer.kind is not SystemKind.BOUND
-    return SystemSpec(name, peer.builder, options, peer.kind, joined=joined, cycle=peer.cycle, gap=peer.cycle)

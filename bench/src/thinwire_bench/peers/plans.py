@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
-from torch import nn
 
 import thinwire as tw
 from thinwire.program import Scope, exchange_operations
@@ -17,15 +16,11 @@ from thinwire_bench.peers.workload import batches, make_model
 
 
 @final
-class PlanSystem(System):
+class PlanSystem(TorchSystem):
     """A model sharded by a plan."""
 
-    def __init__(self, model: nn.Module, optim: tw.ShardedOptimizer, data: Iterator[torch.Tensor]) -> None:
-        self._model = model
-        self._torch = TorchSystem(model, optim, data, lambda norm: tw.clip_grad_norm_(model, norm))
-
-    def step(self, options: Mapping[str, Any]) -> float:
-        return self._torch.step(options)
+    def _clip(self, max_norm: float) -> None:
+        tw.clip_grad_norm_(self._model, max_norm)
 
     def settle(self) -> None:
         # Updated parameters still travel after a step; they must not share the links with the next system.

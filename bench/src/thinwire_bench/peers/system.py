@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from thinwire_bench.peers.interface import System
 LEARNING_RATE = 1e-3
 
 
-@final
 class TorchSystem(System):
     """A system that trains as one trains any PyTorch module.
 
@@ -21,18 +20,10 @@ class TorchSystem(System):
         model: as the system has wrapped it.
         optim: its optimizer.
         batches: ids of shape [batch, seq + 1], without end.
-        clip: scales the gradients to a norm of at most its argument.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optim: torch.optim.Optimizer,
-        batches: Iterator[torch.Tensor],
-        clip: Callable[[float], object] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, optim: torch.optim.Optimizer, batches: Iterator[torch.Tensor]) -> None:
         self._model, self._optim, self._batches = model, optim, batches
-        self._clip = clip or self._clip_by_torch
 
     def step(self, options: Mapping[str, Any]) -> float:
         ids = next(self._batches)
@@ -44,7 +35,7 @@ class TorchSystem(System):
         self._optim.zero_grad()
         return float(loss.detach())
 
-    def _clip_by_torch(self, max_norm: float) -> None:
+    def _clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, foreach=True)
 
 

@@ -46,13 +46,13 @@ def is_rough(row: PublishedRow) -> bool:
     return row.source.startswith("AMSP") and row.metric == "MFU_approx"
 
 
-def case(row: PublishedRow) -> Case:
+def cases(row: PublishedRow) -> list[Case]:
     """The step of a row of AMSP's engine."""
     factors = dict(re.findall(r"s_(\w+)=(\d+x\d+)", row.system))
     named = re.search(r"overlap ([A-Z/+]+)", row.system)
     kinds = re.split(r"[/+]", named[1]) if named else []
     plan = {key: _factor(factors[name]) for key, name in _STATES.items()}
-    return _case(row, "amsp", plan, [_KINDS[kind] for kind in kinds], recompute="recompute" in row.system)
+    return [_case(row, "amsp", plan, [_KINDS[kind] for kind in kinds], recompute="recompute" in row.system)]
 
 
 def ratios(row: PublishedRow) -> list[Case]:
@@ -107,21 +107,8 @@ def _group(text: str) -> dict[str, Any]:
 def _case(
     row: PublishedRow, engine: str, plan: str | dict[str, Any], overlap: list[str] | None, *, recompute: bool
 ) -> Case:
-    fields: dict[str, Any] = {
-        "model": _MODELS[row.model],
-        "gpu": "a800-80g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "internode_gbps": row.internode_gbps,
-        "seq": 4096,
-        "micro_batch_tokens": row.micro_batch_tokens,
-        "micro_batches": row.micro_batches,
-        "recompute": recompute,
-        "engine": engine,
-        "plan": plan,
-        "overlap": overlap,
-    }
-    return Case.parse(fields, row.where)
+    model, ran = _MODELS[row.model], {"engine": engine, "plan": plan, "overlap": overlap}
+    return row.case(model, "a800-80g", seq=4096, recompute=recompute, **ran)
 
 
 _STATES = {"params": "p", "grads": "g", "optimizer": "os"}

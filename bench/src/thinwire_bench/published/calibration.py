@@ -8,6 +8,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from thinwire.sim import Case
+
 
 @dataclass(frozen=True)
 class PublishedRow:
@@ -40,6 +44,13 @@ class PublishedRow:
     micro_batches: int | None
     metric: str
     value: Any
+
+    def case(self, model: str, gpu: str, **fields: Any) -> Case:
+        """A step on the row's cluster with its micro-batches, as far as the source tells them; fields of the case go
+        first."""
+        named = ("gpus", "gpus_per_node", "internode_gbps", "micro_batch_tokens", "micro_batches")
+        told = {name: value for name in named if (value := getattr(self, name)) is not None}
+        return Case.parse({**told, "model": model, "gpu": gpu, **fields}, self.where)
 
 
 @cache
@@ -90,11 +101,4 @@ class Fit:
 @cache
 def fits() -> dict[str, Fit]:
     text = (files("thinwire_bench.published") / "fits.json").read_text(encoding="utf-8")
-    return {
-        name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"], _groups(fit))
-        for name, fit in json.loads(text).items()
-    }
-
-
-def _groups(fit: dict[str, Any]) -> tuple[LeftOutGroup, ...]:
-    return tuple(LeftOutGroup(**group) for group in fit.get("groups", ()))
+    return TypeAdapter(dict[str, Fit]).validate_json(text)

@@ -6,7 +6,6 @@ The blog's TFLOPS count recomputation, the others do not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
@@ -28,19 +27,16 @@ def is_throughput(row: PublishedRow) -> bool:
 def cases(row: PublishedRow) -> list[Case]:
     """The step of a row; what the pull request brought is an engine of its own. ZeRO-2 overlapped its reductions."""
     on_issue = "issue" in row.source
-    fields: dict[str, Any] = {
-        "model": "roberta-10b" if "10B" in row.model else "roberta-50b",
-        "gpu": "v100-32g" if on_issue else "a100-40g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "internode_gbps": row.internode_gbps,
-        "micro_batch_tokens": _ISSUE_TOKENS if on_issue else _TOKENS,
-        "recompute": True,
-        "dtype": "float16" if on_issue else "bfloat16",
-        "engine": "deepspeed-efa" if " optimized" in row.system else "deepspeed",
-        "plan": "zero2" if row.system.startswith("ZeRO-2") else "zero3",
-    }
-    return [Case.parse(fields, row.where)]
+    case = row.case(
+        "roberta-10b" if "10B" in row.model else "roberta-50b",
+        "v100-32g" if on_issue else "a100-40g",
+        micro_batch_tokens=_ISSUE_TOKENS if on_issue else _TOKENS,
+        recompute=True,
+        dtype="float16" if on_issue else "bfloat16",
+        engine="deepspeed-efa" if " optimized" in row.system else "deepspeed",
+        plan="zero2" if row.system.startswith("ZeRO-2") else "zero3",
+    )
+    return [case]
 
 
 def tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:

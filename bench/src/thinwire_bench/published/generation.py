@@ -31,9 +31,8 @@ def is_generation(row: PublishedRow) -> bool:
 def cases(row: PublishedRow) -> list[Case]:
     """The plan of a row, or both plans of a gain; only what they say of model and machines counts."""
     model = str(files("thinwire_bench.published") / f"{row.model.lower()}.toml")
-    fields = {"model": model, "gpu": "v100-32g", "gpus": row.gpus, "gpus_per_node": row.gpus_per_node}
-    common = {**fields, "internode_gbps": _GBPS, "dtype": "float16", "engine": "deepspeed"}
-    return [Case.parse({**common, "plan": _PLANS[system]}, row.where) for system in row.system.split(" vs ")]
+    common = {"internode_gbps": _GBPS, "dtype": "float16", "engine": "deepspeed"}
+    return [row.case(model, "v100-32g", **common, plan=_PLANS[system]) for system in row.system.split(" vs ")]
 
 
 def figure(_row: PublishedRow, answers: Sequence[Answer]) -> float:

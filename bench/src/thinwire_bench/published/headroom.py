@@ -31,8 +31,7 @@ class Headroom:
 
 
 def _over_all_ranks(program: StepProgram, room: Headroom) -> StepProgram:
-    """The program with a share of each gather from a second shard over all ranks. What hosts and accelerators do for a
-    unit counts once, with the share that stays inside the node."""
+    """The program with a share of each gather from a second shard over all ranks."""
     if room.crossing <= 0:
         return program
     whole = {op.units: op for op in program.operations if op.lane is Lane.GATHER and op.axis is Axis.PARAMS}
@@ -43,17 +42,13 @@ def _over_all_ranks(program: StepProgram, room: Headroom) -> StepProgram:
                 continue
             operations[operation.index] = _scaled(operation, 1 - room.crossing)
             rest = _scaled(whole[operation.units], room.crossing)
-            operations.append(_without_units(rest, len(operations), operation.start))
-            waits[event] = (*waits[event], operations[-1].index)
+            _add(operations, waits, rest, start=operation.start, awaited_at=event)
     return replace(program, operations=tuple(operations), waits=waits)
 
 
 def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
-    """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward.
-
-    The rest of a gather starts when its unit is needed. What hosts and accelerators do for a unit counts once, with
-    the share that starts ahead.
-    """
+    """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward;
+    the rest of a gather starts when its unit is needed."""
     if room.ahead >= 1:
         return program
     operations, waits = list(program.operations), dict(program.waits)
@@ -65,9 +60,7 @@ def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
                 operations[operation.index] = replace(operation, start=event)
                 continue
             operations[operation.index] = _scaled(operation, room.ahead)
-            rest = _without_units(_scaled(operation, 1 - room.ahead), len(operations), event)
-            operations.append(rest)
-            waits[event] = (*waits[event], rest.index)
+            _add(operations, waits, _scaled(operation, 1 - room.ahead), start=event, awaited_at=event)
     return replace(program, operations=tuple(operations), waits=waits)
 
 
@@ -79,16 +72,22 @@ def _split_reductions(program: StepProgram, room: Headroom) -> StepProgram:
         if operation.lane is not Lane.REDUCE or operation.axis is not Axis.PARAMS:
             continue
         operations[operation.index] = _scaled(operation, 1 - overflow)
-        # What the host and the accelerator do for its units counts once, with the other share.
-        waited = _without_units(_scaled(operation, overflow), len(operations), operation.start)
-        operations.append(waited)
-        waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
+        _add(operations, waits, _scaled(operation, overflow), start=operation.start, awaited_at=operation.start)
     return replace(program, operations=tuple(operations), waits=waits)
 
 
-def _without_units(operation: Operation, index: int, start: Event) -> Operation:
-    """A share of an operation as one of its own. Its units and their memory count with the other share."""
-    return replace(operation, index=index, start=start, units=(), buffers=(), bucket=())
+def _add(
+    operations: list[Operation],
+    waits: dict[Event, tuple[int, ...]],
+    share: Operation,
+    *,
+    start: Event,
+    awaited_at: Event,
+) -> None:
+    """Add a share of an operation as one of its own. What hosts and accelerators do for its units, and their memory,
+    count once, with the other share."""
+    waits[awaited_at] = (*waits.get(awaited_at, ()), len(operations))
+    operations.append(replace(share, index=len(operations), start=start, units=(), buffers=(), bucket=()))
 
 
 def _scaled(operation: Operation, share: float) -> Operation:

@@ -22,23 +22,8 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def _case(row: PublishedRow, engine: str, policy: str | None) -> Case:
-    fields = {
-        "model": "gpt-neox-20b",
-        "gpu": "v100-16g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "internode_gbps": row.internode_gbps,
-        "seq": 2048,
-        "micro_batch_tokens": row.micro_batch_tokens,
-        "micro_batches": row.micro_batches,
-        "recompute": True,
-        "tp": 4,
-        "pp": 6,
-        "dtype": "float16",
-        "engine": engine,
-        "plan": "zero1",
-    }
-    return Case.parse(fields | ({} if policy is None else {"wire": policy}), row.where)
+    ran = {"engine": engine, "plan": "zero1", "wire": policy}
+    return row.case("gpt-neox-20b", "v100-16g", seq=2048, recompute=True, tp=4, pp=6, dtype="float16", **ran)
 
 
 def _policy(scheme: str) -> str:

@@ -13,32 +13,24 @@ def is_throughput(row: PublishedRow) -> bool:
     return row.source.startswith("InternLM") and row.metric == "TGS_tokens_per_gpu_s"
 
 
-def case(row: PublishedRow) -> Case:
+def cases(row: PublishedRow) -> list[Case]:
     """The step of a row; ``zero1=-1`` is all data-parallel ranks. The source overlaps all but the parameters' way."""
     tp = int(_number(r"tp=(\d+)", row.system))
     zero1 = int(_number(r"zero1=(-?\d+)", row.system))
     nodes, local = row.gpus // row.gpus_per_node, row.gpus_per_node // tp
     one = {"local": 1, "nodes": 1}
-    fields = {
-        "model": "internlm-7b",
-        "gpu": "a100-80g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "internode_gbps": row.internode_gbps,
-        "seq": 2048,
-        "micro_batch_tokens": row.micro_batch_tokens,
-        "micro_batches": row.micro_batches,
-        "recompute": "no recompute" not in row.system,
-        "tp": tp,
-        "engine": "internevo",
-        "plan": {
-            "params": one,
-            "grads": one,
-            "optimizer": {"local": local, "nodes": nodes} if zero1 == -1 else {"local": zero1, "nodes": 1},
-        },
-        "overlap": ["gather", "reduce", "sync"],
-    }
-    return Case.parse(fields, row.where)
+    optimizer = {"local": local, "nodes": nodes} if zero1 == -1 else {"local": zero1, "nodes": 1}
+    case = row.case(
+        "internlm-7b",
+        "a100-80g",
+        seq=2048,
+        recompute="no recompute" not in row.system,
+        tp=tp,
+        engine="internevo",
+        plan={"params": one, "grads": one, "optimizer": optimizer},
+        overlap=["gather", "reduce", "sync"],
+    )
+    return [case]
 
 
 def _number(pattern: str, text: str) -> str:

@@ -75,43 +75,19 @@ def _held(answer: Answer) -> int:
 
 def _amsp(row: PublishedRow, engine: str, plan: str | dict[str, Any]) -> Case:
     large = "30B" in row.model
-    fields = {
-        "model": "llama-30b-amsp" if large else "llama-7b",
-        "gpu": "a800-80g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "seq": 4096,
-        "micro_batches": row.micro_batches or 1,
-        "recompute": large,
-        "engine": engine,
-        "plan": plan,
-    }
-    return Case.parse(fields, row.where)
+    model = "llama-30b-amsp" if large else "llama-7b"
+    return row.case(model, "a800-80g", seq=4096, recompute=large, engine=engine, plan=plan)
 
 
 def _states(row: PublishedRow, plan: str) -> Case:
     """Of a model of about the size; the ratio does not depend on it."""
-    fields = {
-        "model": "gpt-91b", "gpu": "v100-32g", "gpus": row.gpus, "dtype": "float16", "engine": "deepspeed",
-        "plan": plan,
-    }  # fmt: skip
-    return Case.parse(fields, row.where)
+    return row.case("gpt-91b", "v100-32g", dtype="float16", engine="deepspeed", plan=plan)
 
 
 def _internevo(row: PublishedRow) -> Case:
     """Its configuration for fine-tuning: one sequence of 2048."""
     tp, pp = (int(match[1]) if (match := re.search(rf"\b{axis}(\d+)", row.system)) else 1 for axis in ("tp", "pp"))
     fsdp = "fsdp" in row.system
-    fields = {
-        "model": "internlm-7b" if "7B" in row.model else str(files("thinwire_bench.published") / "internlm-20b.toml"),
-        "gpu": "a800-80g",
-        "gpus": row.gpus,
-        "seq": 2048,
-        "micro_batches": row.micro_batches,
-        "recompute": True,
-        "tp": tp,
-        "pp": pp,
-        "engine": "internevo-fsdp" if fsdp else "internevo",
-        "plan": "zero3" if fsdp else "zero1",
-    }
-    return Case.parse(fields, row.where)
+    model = "internlm-7b" if "7B" in row.model else str(files("thinwire_bench.published") / "internlm-20b.toml")
+    ran = {"engine": "internevo-fsdp", "plan": "zero3"} if fsdp else {"engine": "internevo", "plan": "zero1"}
+    return row.case(model, "a800-80g", seq=2048, recompute=True, tp=tp, pp=pp, **ran)

@@ -72,79 +72,40 @@ def _mfu(_row: PublishedRow, answers: Sequence[Answer]) -> float:
     return answers[0].mfu
 
 
-def _amsp(row: PublishedRow) -> list[Case]:
-    return [amsp.case(row)]
-
-
-def _internevo(row: PublishedRow) -> list[Case]:
-    return [internevo.case(row)]
-
-
 TABLES: tuple[Table, ...] = (
-    Table("amsp", "AMSP, Table V: tokens/s of a GPU", "amsp", 0.04, amsp.is_ablation, _amsp, _tgs),
-    Table("amsp", "AMSP, MFU stated in the text, its own engine", "amsp", 0.10, amsp.is_stated, _amsp, _mfu),
+    Table("amsp", "AMSP, Table V: tokens/s of a GPU", "amsp", 0.04, amsp.is_ablation, amsp.cases, _tgs),
+    Table("amsp", "AMSP, MFU stated in the text, its own engine", "amsp", 0.10, amsp.is_stated, amsp.cases, _mfu),
     Table("amsp", "AMSP, stated gains within its engine", "amsp", None, amsp.is_ratio, amsp.ratios, amsp.ratio),
     Table("amsp", "AMSP, MFU stated in the text, DeepSpeed", "deepspeed", 0.10, amsp.is_baseline, amsp.baselines, _mfu),
     Table("amsp", "AMSP, MFU stated as about 40 %", "amsp", None, amsp.is_rough, amsp.rough, amsp.mean_mfu),
-    Table("internevo", "InternEvo: tokens/s of a GPU", "amsp", 0.05, internevo.is_throughput, _internevo, _tgs),
+    Table("internevo", "InternEvo: tokens/s of a GPU", "amsp", 0.05, internevo.is_throughput, internevo.cases, _tgs),
     Table(
-        "zeropp",
-        "ZeRO++, charts: TFLOPS of a GPU",
-        "deepspeed",
-        0.12,
-        zeropp.is_chart,
-        zeropp.cases,
-        zeropp.counted_tflops,
+        "zeropp", "ZeRO++, charts: TFLOPS of a GPU", "deepspeed", 0.12,
+        zeropp.is_chart, zeropp.cases, zeropp.counted_tflops,
     ),
     Table(
-        "zeropp",
-        "ZeRO++, section 5.2: % of 120 TFLOPS, gains",
-        "deepspeed",
-        0.12,
-        zeropp.is_stated,
-        zeropp.cases,
-        zeropp.stated,
+        "zeropp", "ZeRO++, section 5.2: % of 120 TFLOPS, gains", "deepspeed", 0.12,
+        zeropp.is_stated, zeropp.cases, zeropp.stated,
     ),
     Table(
-        "zeropp",
-        "ZeRO++, section 5.3.1: gains of techniques",
-        "deepspeed",
-        None,
-        zeropp.is_technique,
-        zeropp.technique_cases,
-        zeropp.techniques,
+        "zeropp", "ZeRO++, section 5.3.1: gains of techniques", "deepspeed", None,
+        zeropp.is_technique, zeropp.technique_cases, zeropp.techniques,
     ),
     Table(
-        "zeropp",
-        "ZeRO++, DeepSpeed's tutorial: ms of a step",
-        "deepspeed",
-        None,
-        zeropp.is_tutorial,
-        zeropp.cases,
-        zeropp.milliseconds,
+        "zeropp", "ZeRO++, DeepSpeed's tutorial: ms of a step", "deepspeed", None,
+        zeropp.is_tutorial, zeropp.cases, zeropp.milliseconds,
     ),
     Table(
-        "zeropp",
-        "ZeRO++, RLHF: tokens/s of a GPU in generation, gain",
-        "deepspeed",
-        None,
-        generation.is_generation,
-        generation.cases,
-        generation.figure,
+        "zeropp", "ZeRO++, RLHF: tokens/s of a GPU in generation, gain", "deepspeed", None,
+        generation.is_generation, generation.cases, generation.figure,
     ),
     Table("efa", "DeepSpeed on EFA: TFLOPS of a GPU", "deepspeed", 0.12, efa.is_throughput, efa.cases, efa.tflops),
     Table(
-        "hybrid",
-        "Hybrid compression: gain in %",
-        "hybrid",
-        0.04,
-        hybrid.is_gain,
-        hybrid.cases,
-        hybrid.gain,
-        in_points=True,
+        "hybrid", "Hybrid compression: gain in %", "hybrid", 0.04,
+        hybrid.is_gain, hybrid.cases, hybrid.gain, in_points=True,
     ),
     Table("memory", "Memory: GB, ratios, 1 for too much", "", 0.10, memory.is_memory, memory.cases, memory.figure),
-)
+)  # fmt: skip
 """The tables that ``thinwire reproduce`` simulates."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from thinwire.sim import Answer, Case
 from thinwire_bench.published.calibration import PublishedRow
@@ -81,19 +80,9 @@ def technique_cases(row: PublishedRow) -> list[Case]:
 
 
 def _case(row: PublishedRow, model: str, plan: str, tokens: int, wire: dict[str, str] | None = None) -> Case:
-    fields: dict[str, Any] = {
-        "model": model,
-        "gpu": "v100-32g",
-        "gpus": row.gpus,
-        "gpus_per_node": row.gpus_per_node,
-        "internode_gbps": row.internode_gbps or _SLOW_GBPS,
-        "micro_batch_tokens": tokens,
-        "recompute": True,
-        "dtype": "float16",
-        "engine": "deepspeed",
-        "plan": plan,
-    }
-    return Case.parse(fields | ({"wire": wire} if wire else {}), row.where)
+    ran = {"dtype": "float16", "engine": "deepspeed", "plan": plan, "wire": wire or None}
+    links = row.internode_gbps or _SLOW_GBPS
+    return row.case(model, "v100-32g", internode_gbps=links, micro_batch_tokens=tokens, recompute=True, **ran)
 
 
 def counted_tflops(_row: PublishedRow, answers: Sequence[Answer]) -> float:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -69,13 +68,8 @@ class StudySpec(Spec):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train.
-
-    Attributes:
-        name: Its name.
-        plan: Its plan on the ranks of this machine.
-        baseline: Name of the arm with the same plan without codecs; ``None`` for such an arm itself.
-    """
+    """One way to train on the ranks of this machine. ``baseline`` names the arm with the same plan without codecs, and
+    is ``None`` for such an arm itself."""
 
     name: str
     plan: Plan
@@ -84,13 +78,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study.
-
-    Attributes:
-        arm: Name of the arm.
-        seed: Seed of weights and samples.
-        recipe: What to train, and how.
-    """
+    """One run of a study: an arm with one seed of weights and samples."""
 
     arm: str
     seed: int
@@ -125,13 +113,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Study:
-    """A study on the ranks of this machine.
-
-    Attributes:
-        spec: What its file says, as changed by the command.
-        recipe: The recipe of its runs, without plan and seed.
-        arms: Baselines and arms.
-    """
+    """A study on the ranks of this machine: what its file says, as changed by the command, the recipe of its runs
+    without plan and seed, and its arms with their baselines."""
 
     spec: StudySpec
     recipe: Recipe
@@ -139,13 +122,8 @@ class Study:
 
     @classmethod
     def read(cls, path: Path, *, recipe: Path | None, seeds: int | None, settings: Sequence[str]) -> Self:
-        """Read a study, and resolve the plan of every arm.
-
-        Args:
-            path: The study's file.
-            recipe: Recipe instead of the study's.
-            seeds: Number of seeds instead of the study's.
-            settings: Further keys of the recipe to change.
+        """Read a study, with another recipe or number of seeds if given, and with further settings of the recipe, and
+        resolve the plan of every arm.
 
         Raises:
             SpecError: The study or the recipe is wrong, an arm has no codec, or its plan does not fit the ranks.
@@ -169,11 +147,6 @@ class Study:
         return cls(spec, base, tuple(arms))
 
     @property
-    def compared(self) -> list[Arm]:
-        """The arms with codecs."""
-        return [arm for arm in self.arms if arm.baseline is not None]
-
-    @property
     def runs(self) -> list[Run]:
         """All runs, seed after seed: a study that has not ended has whole pairs."""
         return [
@@ -191,13 +164,7 @@ class Study:
 
 
 class Queue:
-    """The runs of a study, and its directory.
-
-    Args:
-        study: The study.
-        directory: Directory of its runs and results.
-        report: Called with a line of text whenever a run begins or ends.
-    """
+    """The runs of a study in a directory; ``report`` is called with a line of text whenever a run begins or ends."""
 
     def __init__(self, study: Study, directory: Path, report: Callable[[str], None]) -> None:
         self.study, self.directory, self.report = study, directory, report
@@ -211,7 +178,7 @@ class Queue:
         """
         found = []
         for run in self.study.runs:
-            recipe, result = self._recipe(run), self._result(run)
+            recipe, result = self._file(run, "toml"), self._file(run, "json")
             if recipe.is_file() and recipe.read_text(encoding="utf-8") != run.recipe.to_toml():
                 raise UsageError(
                     f"{self.directory} holds another study: {recipe} is not a recipe of this one; choose another --out"
@@ -258,9 +225,12 @@ class Queue:
         record = read_run(directory.path) if directory.recipe.is_file() else None
         if record is None or (record.summary is None and _DIVERGED not in (record.failure or "")):
             said = (record and record.failure) or self._last_line(run)
-            raise BenchError(f"{run.name} failed: {said}; see {self._log(run)}; the same command goes on")
-        outcome = _outcome(run, record.summary, record.versions)
-        write_json(self._result(run), asdict(outcome))
+            raise BenchError(f"{run.name} failed: {said}; see {self._file(run, 'log')}; the same command goes on")
+        outcome = Outcome(run.arm, run.seed, None, None, None, dict(record.versions))
+        if (summary := record.summary) is not None:
+            loss, speed = float(summary["final_val_loss"]), summary["tokens_per_second"]
+            outcome = replace(outcome, loss=loss, dataset=summary["dataset"], tokens_per_second=speed)
+        write_json(self._file(run, "json"), asdict(outcome))
         shutil.rmtree(directory.checkpoints)
         self.report(f"{run.name}: {'diverged' if outcome.loss is None else f'validation loss {outcome.loss:.4f}'}")
         return outcome
@@ -270,37 +240,29 @@ class Queue:
         if not resume and directory.path.is_dir():
             shutil.rmtree(directory.path)  # it was ended before it held a run
         directory.path.parent.mkdir(exist_ok=True)
-        write_atomically(self._recipe(run), run.recipe.to_toml())
-        command = [sys.executable, "-m", "thinwire.cli.main", "train", str(self._recipe(run))]
-        with self._log(run).open("a") as log, self._stops() as stops:
+        write_atomically(self._file(run, "toml"), run.recipe.to_toml())
+        command = [sys.executable, "-m", "thinwire.cli.main", "train", str(self._file(run, "toml"))]
+        with self._file(run, "log").open("a") as log, self._stops() as stops:
             # A session of its own: Ctrl-C in a terminal would reach it twice, and the second ends it at once. It holds
             # the lock as well, so that nothing begins beside a run whose study was killed.
             process = subprocess.Popen(
-                [*command, "--out", str(directory.path), *resume],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=[lock],
-            )
+                [*command, "--out", str(directory.path), *resume], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, pass_fds=[lock],
+            )  # fmt: skip
             stops(process)
             process.wait()
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
         """Hold the directory's lock; runs inherit it."""
-        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise UsageError(
-                f"another study, or a run that it has left, works in {self.directory}; wait for it, or end it"
-            ) from None
-        try:
-            yield lock
-        finally:
-            os.close(lock)
+        with (self.directory / "lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another study, or a run that it has left, works in {self.directory}; wait for it, or end it"
+                ) from None
+            yield lock.fileno()
 
     @contextmanager
     def _stops(self) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
@@ -327,22 +289,10 @@ class Queue:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _recipe(self, run: Run) -> Path:
-        return self.directory / "runs" / f"{run.name}.toml"
-
-    def _result(self, run: Run) -> Path:
-        return self.directory / "runs" / f"{run.name}.json"
+    def _file(self, run: Run, kind: str) -> Path:
+        """A run's recipe (``toml``), its result (``json``) or what it printed (``log``)."""
+        return self.directory / "runs" / f"{run.name}.{kind}"
 
     def _last_line(self, run: Run) -> str:
-        lines = self._log(run).read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = self._file(run, "log").read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-
-    def _log(self, run: Run) -> Path:
-        return self.directory / "runs" / f"{run.name}.log"
-
-
-def _outcome(run: Run, summary: Mapping[str, Any] | None, versions: Mapping[str, str]) -> Outcome:
-    if summary is None:
-        return Outcome(run.arm, run.seed, None, None, None, dict(versions))
-    loss, speed = float(summary["final_val_loss"]), summary["tokens_per_second"]
-    return Outcome(run.arm, run.seed, loss, summary["dataset"], speed, dict(versions))

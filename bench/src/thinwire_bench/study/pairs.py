@@ -81,13 +81,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class ChangedChoice:
-    """A measured choice that the planner would make differently now.
-
-    Attributes:
-        choice: The choice.
-        measured: Description of the plan that was measured.
-        now: Description of the plan that the planner chooses now.
-    """
+    """A choice that the planner would make differently now, with descriptions of the plan that was measured and of the
+    plan that it chooses now."""
 
     choice: Choice
     measured: str
@@ -110,31 +105,25 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice], changed: Sequence[C
         ]
         for pair in pairs
     ]  # fmt: skip
-    chosen = [
-        [choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
-        for choice in choices
-    ]
-    after_races = [
-        [choice.model, _limit(choice.cap), choice.bandwidth, choice.raced, choice.best, f"{choice.raced_ratio:.3f}"]
-        for choice in choices
-        if choice.raced is not None
-    ]
+    where = ["model", "memory cap", "link"]
+
+    def at(choice: Choice, *figures: str) -> list[str]:
+        return [choice.model, _limit(choice.cap), choice.bandwidth, *figures]
+
+    chosen = [at(choice, choice.plan, choice.best, f"{choice.ratio:.3f}") for choice in choices]
+    raced = [at(each, each.raced, each.best, f"{each.raced_ratio:.3f}") for each in choices if each.raced is not None]
     tables = [
         Sheet("Predicted and measured", columns, 4, cells),
         _by_link(pairs),
-        Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
+        Sheet("Choices", [*where, "chosen", "fastest", "chosen / fastest"], 5, chosen),
     ]
-    if after_races:
-        columns = ["model", "memory cap", "link", "taken", "fastest", "taken / fastest"]
-        tables.append(Sheet("Choices after a race", columns, 5, after_races))
+    if raced:
+        tables.append(Sheet("Choices after a race", [*where, "taken", "fastest", "taken / fastest"], 5, raced))
     if changed:
-        rows = [[c.choice.model, _limit(c.choice.cap), c.choice.bandwidth, c.measured, c.now] for c in changed]
+        rows = [at(each.choice, each.measured, each.now) for each in changed]
         title = "Choices that the planner makes differently now, not measured"
-        tables.append(Sheet(title, ["model", "memory cap", "link", "measured", "chosen now"], 5, rows))
-    return [
-        *tables,
-        Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs, choices)),
-    ]
+        tables.append(Sheet(title, [*where, "measured", "chosen now"], 5, rows))
+    return [*tables, Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs, choices))]
 
 
 def _by_link(pairs: Sequence[Pair]) -> Sheet:

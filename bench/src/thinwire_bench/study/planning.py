@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from thinwire.cost import ProfiledRates, largest_memory
 from thinwire.errors import UsageError
@@ -26,14 +26,14 @@ from thinwire.plan.finalists import STEP_ERROR
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.plan import lone_ranks
 from thinwire.spec.profile import Profile
+from thinwire.train.environment import num_cores
 from thinwire.units import format_bytes
 from thinwire_bench.environment import memory_bytes
 from thinwire_bench.peers.catalog import MODELS, TINY, plan_system
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.study.pairs import ChangedChoice, Choice, Pair
-from thinwire_bench.systems.interleave import Sample, Session, Setting
-from thinwire_bench.systems.rows import SystemRow, make_rows
-from thinwire_bench.systems.run import run
+from thinwire_bench.systems.interleave import Sample, Session, Setting, run
+from thinwire_bench.systems.rows import SystemRow, make_rows, milliseconds
 
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
@@ -70,7 +70,6 @@ class Setup:
         ranks: Ranks of each host.
         rounds: Rounds of an interleaved measurement that count; one more precedes them.
         timeout: Seconds that a system may take to start, or for a turn.
-        cores: Cores of this machine.
         report: Called with a line of text whenever something begins.
     """
 
@@ -81,7 +80,6 @@ class Setup:
     ranks: int
     rounds: int
     timeout: float
-    cores: int
     report: Callable[[str], None]
 
     def shape(self, model: str) -> ModelSpec:
@@ -90,15 +88,11 @@ class Setup:
 
 
 def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Profile]:
-    """A profile of every link, all models' parts included; those that the directory has are read.
+    """A profile of every link by bandwidth, all models' parts included, each in ``budget`` seconds; those that the
+    directory has are read.
 
-    Args:
-        setup: Models and links.
-        budget: Seconds of each measurement.
-        directory: Directory of the profiles.
-
-    Returns:
-        By bandwidth.
+    The memory that a rank's process needs without a model is as the study measures memory: the process that profiles
+    holds more, as it is not forked from one that has loaded the libraries.
 
     Raises:
         UsageError: a profile failed.
@@ -109,33 +103,21 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Pro
         if not out.exists():
             _profile(setup, setting, budget, out)
         known[setting.bandwidth] = Profile.read(out)
-    return known
-
-
-def with_base(setup: Setup, known: Mapping[str, Profile], directory: Path) -> dict[str, Profile]:
-    """The same with the memory that a rank's process needs without a model, as the study measures memory. The process
-    that profiles holds more: it is not forked from one that has loaded the libraries.
-
-    Args:
-        setup: Models and links.
-        known: Profile of each link.
-        directory: Directory of the profiles; what is measured is kept there, too.
-
-    Returns:
-        By bandwidth.
-    """
     path = directory / "base.json"
     if not path.exists():
-        setup.report("training a model of no weight")
-        plan = Plan.preset("zero1", nodes=setup.nodes, local=setup.ranks)
-        system = plan_system("base", plan, {"model": dict(TINY), "seq": setup.seq})
-        samples = _run(replace(setup, rounds=1), [system], setup.settings[:1], lean=True)
-        (needed,) = (sample.result.peak_rss for sample in samples if sample.result.turn.lean)
-        tiny = ModelSpec.parse({"name": "tiny", **TINY, "seq": setup.seq}, "model 'tiny'")
-        own = largest_memory(tiny, plan, seq=setup.seq, overhead=0).total
-        path.write_text(json.dumps({"bytes": needed - own}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({"bytes": _base_memory(setup)}) + "\n", encoding="utf-8")
     base = int(json.loads(path.read_text(encoding="utf-8"))["bytes"])
     return {link: profile.model_copy(update={"base_memory": base}) for link, profile in known.items()}
+
+
+def _base_memory(setup: Setup) -> int:
+    setup.report("training a model of no weight")
+    plan = Plan.preset("zero1", nodes=setup.nodes, local=setup.ranks)
+    system = plan_system("base", plan, {"model": dict(TINY), "seq": setup.seq})
+    samples = _run(replace(setup, rounds=1), [system], setup.settings[:1], lean=True)
+    (needed,) = (sample.result.peak_rss for sample in samples if sample.result.turn.lean)
+    tiny = ModelSpec.parse({"name": "tiny", **TINY, "seq": setup.seq}, "model 'tiny'")
+    return needed - largest_memory(tiny, plan, seq=setup.seq, overhead=0).total
 
 
 def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
@@ -165,17 +147,9 @@ def _run(
     return [sample if sample.round else replace(sample, round=None) for sample in samples]
 
 
-def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
-    """A system's steps, of every round that counts."""
-    return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
-
-
 def measure(setup: Setup, known: Mapping[str, Profile]) -> tuple[list[Pair], list[Choice], dict[str, str]]:
-    """Predict and measure every plan for every model on every link, and again under a cap on memory.
-
-    Args:
-        setup: Models and links.
-        known: Profile of each link, by bandwidth.
+    """Predict and measure every plan for every model on every link, of which the profiles are known by bandwidth, and
+    again under a cap on memory.
 
     Returns:
         The pairs, the choices, and the measured plans as TOML, by :func:`plan_key`.
@@ -203,14 +177,8 @@ def plan_key(model: str, cap: int | None, label: str) -> str:
 
 @dataclass(frozen=True)
 class _Field:
-    """Plans that are measured side by side.
-
-    Attributes:
-        model: Name of the model.
-        cap: Bytes that a rank may use; ``None`` sets no limit.
-        plans: Plans by label.
-        picks: Label of the planner's choice, by bandwidth.
-    """
+    """Plans of a model that are measured side by side, by label, under a cap on a rank's memory in bytes, if any; and
+    the label of the planner's choice by bandwidth."""
 
     model: str
     cap: int | None
@@ -235,13 +203,12 @@ def _fields(setup: Setup, model: str, known: Mapping[str, Profile]) -> Iterator[
 
 
 def _field(setup: Setup, model: str, known: Mapping[str, Profile], cap: int | None, presets: dict[str, Plan]) -> _Field:
-    plans, picks = dict(presets), {}
+    plans = dict(presets)
     ranked = {
         name: [choice.plan for choice in search(_job(setup, model, profile, cap)).candidates]
         for name, profile in known.items()
     }
-    for bandwidth, choices in ranked.items():
-        picks[bandwidth] = _add(plans, choices[0], f"for {bandwidth}")
+    picks = {bandwidth: _add(plans, choices[0], f"for {bandwidth}") for bandwidth, choices in ranked.items()}
     further = (pair for choices in zip(*ranked.values(), strict=False) for pair in zip(ranked, choices, strict=True))
     for number, (bandwidth, plan) in enumerate(further):
         if len(plans) >= CANDIDATES:
@@ -259,13 +226,11 @@ def _add(plans: dict[str, Plan], plan: Plan, label: str) -> str:
 
 
 def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> TrainingJob:
-    shape = setup.shape(model)
-    world = setup.nodes * setup.ranks
-    cluster = profiled_cluster(profile)
+    shape, cluster = setup.shape(model), profiled_cluster(profile)
     return TrainingJob(
         shape,
         cluster if cap is None else cluster.with_(memory=cap),
-        world * setup.seq,
+        setup.nodes * setup.ranks * setup.seq,
         setup.seq,
         micro_batch=1,
         recompute=False,
@@ -288,17 +253,12 @@ def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Profile]) -> l
 
 def _rows(setup: Setup, field: _Field, settings: Sequence[Setting], plans: Mapping[str, Plan]) -> list[SystemRow]:
     """Some plans, and the same ranks training for themselves; the memory of each is measured at the end."""
-    workload = {"model": field.model, "seq": setup.seq}
+    workload, world = {"model": field.model, "seq": setup.seq}, setup.nodes * setup.ranks
     systems = [plan_system(name, plan, workload) for name, plan in plans.items()]
-    systems.append(_alone_system(setup, workload))
+    # Every rank trains its own model in thinwire's runtime, as the profile times it, and sends nothing.
+    systems.append(replace(plan_system(ALONE, lone_ranks(world), workload), cycle=1, gap=1))
     samples = _run(setup, systems, settings, lean=True)
-    return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
-
-
-def _alone_system(setup: Setup, workload: Mapping[str, Any]) -> SystemSpec:
-    """Every rank trains its own model in thinwire's runtime, as the profile times it, and sends nothing."""
-    plan = lone_ranks(setup.nodes * setup.ranks)
-    return replace(plan_system(ALONE, plan, workload), cycle=1, gap=1)
+    return make_rows(samples, systems, tokens=setup.seq * world, cores=num_cores())
 
 
 def _batches(setup: Setup, field: _Field, profile: Profile) -> list[dict[str, Plan]]:
@@ -318,17 +278,18 @@ def _batches(setup: Setup, field: _Field, profile: Profile) -> list[dict[str, Pl
 
 
 def _pairs(setup: Setup, field: _Field, known: Mapping[str, Profile], rows: Sequence[SystemRow]) -> Iterator[Pair]:
-    now = {row.bandwidth: row.step_ms for row in rows if _label(row) == ALONE}
+    now = {row.bandwidth: row.step_ms for row in rows if row.system == f"tw:{ALONE}"}
     for row in rows:
-        if _label(row) == ALONE:
+        if (label := row.system.removeprefix("tw:")) == ALONE:
             continue
         assert row.needed_rss is not None, "measured in a turn of its own"
+        plan = field.plans[label]
         measured = Pair(
             model=field.model,
             bandwidth=row.bandwidth,
             cap=field.cap,
-            plan=_label(row),
-            factors=field.plans[_label(row)].describe(),
+            plan=label,
+            factors=plan.describe(),
             local_ms=now[row.bandwidth],
             pace=math.nan,
             predicted_ms=math.nan,
@@ -338,35 +299,26 @@ def _pairs(setup: Setup, field: _Field, known: Mapping[str, Profile], rows: Sequ
             measured_bytes=row.needed_rss,
             held_bytes=row.peak_rss,
         )
-        yield _predicted(setup, field.plans[_label(row)], known[row.bandwidth], measured)
+        yield _predicted(setup, plan, known[row.bandwidth], measured)
 
 
 def _predicted(setup: Setup, plan: Plan, profile: Profile, pair: Pair) -> Pair:
     """A measured pair with its prediction, at the pace at which its ranks trained for themselves."""
-    pace = pair.local_ms / _computing(setup, pair.model, profile)
+    ddp = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
+    # By the profile: ranks that train for themselves have nobody to wait for at the end of a step.
+    alone = candidate(_job(setup, pair.model, profile, None), ddp).simulated.computing - profile.step_seconds
+    pace = pair.local_ms / (1e3 * alone)
     limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
     profile = profile.paced(pace, transfers=not limited[pair.bandwidth])
     priced = candidate(_job(setup, pair.model, profile, pair.cap), plan)
     return replace(pair, pace=pace, predicted_ms=1e3 * priced.seconds, predicted_bytes=priced.memory.total)
 
 
-def _computing(setup: Setup, model: str, profile: Profile) -> float:
-    """Milliseconds of a step of ranks that train for themselves, by the profile."""
-    plan = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
-    computing = candidate(_job(setup, model, profile, None), plan).simulated.computing
-    return 1e3 * (computing - profile.step_seconds)  # they have nobody to wait for at the end of a step
-
-
 def predict_again(
     setup: Setup, known: Mapping[str, Profile], pairs: Sequence[Pair], plans: Mapping[str, str]
 ) -> list[Pair]:
-    """Predict pairs that were measured earlier with the current cost model.
-
-    Args:
-        setup: The same models and links as in the earlier measurement.
-        known: Profiles of that time, by bandwidth.
-        pairs: Pairs of the earlier measurement.
-        plans: Its plans as TOML, by :func:`plan_key`.
+    """Predict pairs that were measured earlier with the current cost model, from profiles of that time by bandwidth and
+    from the plans of that measurement as TOML, by :func:`plan_key`.
 
     Raises:
         UsageError: The plan of a pair is missing, or is not the one that the pair describes.
@@ -401,10 +353,6 @@ def changed_choices(
     return changed
 
 
-def _label(row: SystemRow) -> str:
-    return row.system.removeprefix("tw:")
-
-
 def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], pairs: Sequence[Pair]) -> Iterator[Choice]:
     """The choice of every link, what a race makes of it, and the fastest plans, measured in new rounds."""
     finalists, raced = {}, {}
@@ -421,10 +369,10 @@ def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], pairs: Se
     for setting in settings:
         here = [sample for sample in samples if sample.setting == setting]
         chosen, *others = finalists[setting.bandwidth]
-        own = _milliseconds(here, f"tw:{chosen}")
+        own = milliseconds(here, f"tw:{chosen}")
         ratios = {chosen: 1.0}
         for label in others:
-            other = _milliseconds(here, f"tw:{label}")
+            other = milliseconds(here, f"tw:{label}")
             ratios[label] = statistics.median(a / b for a, b in zip(own, other, strict=True))
         best = max(ratios, key=lambda label: ratios[label])
         yield Choice(

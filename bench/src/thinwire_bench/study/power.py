@@ -6,10 +6,11 @@ Student's t over the differences.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 POWER: Final = 0.8
@@ -46,16 +47,22 @@ def exceeds(bound: float, freedom: int, shift: float = 0.0) -> float:
     return math.fsum(w * math.erfc((bound * u - shift) / root) / 2 for u, w in zip(scales, weights, strict=True))
 
 
+def _least(holds: Callable[[float], bool], high: float) -> float:
+    """The smallest number from 0 at which something begins to hold that holds at ``high``."""
+    low = 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
 @functools.cache
 def quantile(tail: float, freedom: int) -> float:
     """What Student's t exceeds with a probability of ``tail``, which is below a half."""
-    low, high = 0.0, 1.0
+    high = 1.0
     while exceeds(high, freedom) > tail:
-        low, high = high, 2 * high
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(middle, freedom) > tail else (low, middle)
-    return high
+        high *= 2
+    return _least(lambda bound: exceeds(bound, freedom) <= tail, high)
 
 
 def half_width(differences: Sequence[float], tail: float) -> float:
@@ -87,15 +94,9 @@ def power(margin: float, spread: float, seeds: int, tail: float) -> float:
 
 def seeds_needed(margin: float, spread: float, tail: float) -> int | None:
     """The fewest seeds with :data:`POWER`, ``None`` if these are over 10,000; see :func:`power` for the arguments."""
-    few, many = 1, 2
-    while power(margin, spread, many, tail) < POWER:
-        few, many = many, 2 * many
-        if few > _MOST_SEEDS:
-            return None
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (middle, many) if power(margin, spread, middle, tail) < POWER else (few, middle)
-    return many
+    counts = range(2, _MOST_SEEDS + 1)
+    found = bisect.bisect_left(counts, POWER, key=lambda seeds: power(margin, spread, seeds, tail))
+    return counts[found] if found < len(counts) else None
 
 
 def least_margin(spread: float, seeds: int, tail: float) -> float:
@@ -103,8 +104,5 @@ def least_margin(spread: float, seeds: int, tail: float) -> float:
     if seeds < 2:
         return math.inf
     bound = quantile(tail, seeds - 1)
-    low, high = 0.0, 2 * bound + 10
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(bound, seeds - 1, middle) < POWER else (low, middle)
-    return high * spread / math.sqrt(seeds)
+    shift = _least(lambda shift: exceeds(bound, seeds - 1, shift) >= POWER, 2 * bound + 10)
+    return shift * spread / math.sqrt(seeds)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from thinwire.report import Sheet
-from thinwire_bench.study.convergence import Arm, Outcome, Study
+from thinwire_bench.study.convergence import Outcome, Study
 from thinwire_bench.study.power import POWER, half_width, least_margin, power, seeds_needed
 
 CONFIDENCE: Final = 0.95
@@ -52,28 +52,25 @@ class Verdict:
 
 
 def verdicts(study: Study, outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """What is known of every arm.
+    """What is known of every arm by the results that are there."""
+    losses = _losses(outcomes)
+    return [_verdict(study, arm.name, arm.baseline, losses) for arm in study.arms if arm.baseline is not None]
 
-    Args:
-        study: The study.
-        outcomes: Results that are there.
-    """
-    losses = {(outcome.arm, outcome.seed): outcome.loss for outcome in outcomes}
-    tail = _tail(study)
-    return [_verdict(study, arm, arm.baseline, losses, tail) for arm in study.compared if arm.baseline is not None]
+
+def _losses(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], float | None]:
+    """Losses by arm and seed; ``None`` for a run that diverged."""
+    return {(outcome.arm, outcome.seed): outcome.loss for outcome in outcomes}
 
 
 def _tail(study: Study) -> float:
     """Probability of a miss on one side of one interval."""
-    return (1 - CONFIDENCE) / len(study.compared) / 2
+    return (1 - CONFIDENCE) / len(study.spec.arms) / 2
 
 
-def _verdict(
-    study: Study, arm: Arm, baseline: str, losses: Mapping[tuple[str, int], float | None], tail: float
-) -> Verdict:
-    differences, diverged = {}, []
+def _verdict(study: Study, arm: str, baseline: str, losses: Mapping[tuple[str, int], float | None]) -> Verdict:
+    differences, diverged, tail = {}, [], _tail(study)
     for seed in range(study.spec.seeds):
-        own, base = losses.get((arm.name, seed), math.nan), losses.get((baseline, seed))
+        own, base = losses.get((arm, seed), math.nan), losses.get((baseline, seed))
         if base is None or (own is not None and math.isnan(own)):
             continue
         if own is None:
@@ -87,7 +84,7 @@ def _verdict(
         spread, half = statistics.stdev(found), half_width(found, tail)
         low, high = statistics.fmean(found) - half, statistics.fmean(found) + half
     return Verdict(
-        arm.name, baseline, differences, diverged, low, high, _decision(diverged, low, high, margin),
+        arm, baseline, differences, diverged, low, high, _decision(diverged, low, high, margin),
         power(margin, spread, seeds, tail), least_margin(spread, seeds, tail), seeds_needed(margin, spread, tail),
     )  # fmt: skip
 
@@ -101,17 +98,12 @@ def _decision(diverged: Sequence[int], low: float | None, high: float | None, ma
 
 
 def words(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
-    """The answer in sentences: what is decided, what is not, and what is missing.
-
-    Args:
-        study: The study.
-        outcomes: Results that are there.
-    """
+    """The answer in sentences: what is decided, what is not, and what is missing."""
     made = verdicts(study, outcomes)
     margin = f"{study.spec.margin:g} %"
     said = [
-        f"{name} the loss by {than} {margin}: {', '.join(arms)}."
-        for decision, name, than in (("less", "Raises", "less than"), ("more", "Raises", "more than"))
+        f"Raises the loss by {decision} than {margin}: {', '.join(arms)}."
+        for decision in ("less", "more")
         if (arms := [verdict.arm for verdict in made if verdict.decision == decision])
     ]
     if diverges := [verdict.arm for verdict in made if verdict.decision == "diverges"]:
@@ -120,8 +112,7 @@ def words(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
         said.append(
             f"Undecided, with the seeds that would decide on an arm that costs nothing: {', '.join(undecided)}."
         )
-    missing = len(study.runs) - len(outcomes)
-    if missing:
+    if missing := len(study.runs) - len(outcomes):
         said.append(
             f"{missing} of {len(study.runs)} runs are missing. The decisions hold once all runs are made: to stop when "
             "they please costs confidence."
@@ -130,26 +121,16 @@ def words(study: Study, outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def sheets(study: Study, outcomes: Sequence[Outcome]) -> list[Sheet]:
-    """The answer as tables: what could be decided before, what is decided now, and every loss.
-
-    Args:
-        study: The study.
-        outcomes: Results that are there.
-    """
+    """The answer as tables: what could be decided before, what is decided now, and every loss."""
     spec, tail, made = study.spec, _tail(study), verdicts(study, outcomes)
     before = [
         f"{spec.seeds}", f"{study.tokens:,}", f"{spec.margin:g} %", f"{spec.spread:g} %",
         f"{power(spec.margin, spec.spread, spec.seeds, tail):.0%}",
         f"{least_margin(spec.spread, spec.seeds, tail):.2g} %", _many(seeds_needed(spec.margin, spec.spread, tail)),
     ]  # fmt: skip
-    power_columns = [
-        "seeds", "tokens a run", "matters from", "spread, assumed", "power", f"decided at {POWER:.0%}",
-        f"seeds for {POWER:.0%}",
-    ]  # fmt: skip
-    columns = [
-        "arm", "against", "decision", "pairs", "mean", "interval", "spread", "power", f"decided at {POWER:.0%}",
-        f"seeds for {POWER:.0%}",
-    ]  # fmt: skip
+    of_power = ["power", f"decided at {POWER:.0%}", f"seeds for {POWER:.0%}"]
+    power_columns = ["seeds", "tokens a run", "matters from", "spread, assumed", *of_power]
+    columns = ["arm", "against", "decision", "pairs", "mean", "interval", "spread", *of_power]
     named = {"less": f"less than {spec.margin:g} %", "more": f"more than {spec.margin:g} %"}
     rows = [
         [
@@ -161,9 +142,9 @@ def sheets(study: Study, outcomes: Sequence[Outcome]) -> list[Sheet]:
         ]
         for v in made
     ]  # fmt: skip
-    losses = {(outcome.arm, outcome.seed): outcome.loss for outcome in outcomes}
     seeds = range(spec.seeds)
-    of_arms = [[arm.name, *(_loss(losses, arm.name, seed) for seed in seeds)] for arm in study.arms]
+    shown = {key: "diverged" if loss is None else f"{loss:.4f}" for key, loss in _losses(outcomes).items()}
+    of_arms = [[arm.name, *(shown.get((arm.name, seed), "missing") for seed in seeds)] for arm in study.arms]
     faint = frozenset(index for index, arm in enumerate(study.arms) if arm.baseline is None)
     title = f"Differences of the validation loss, in percent of the baseline's; all intervals at {CONFIDENCE:.0%}"
     return [
@@ -173,24 +154,12 @@ def sheets(study: Study, outcomes: Sequence[Outcome]) -> list[Sheet]:
     ]
 
 
-def _loss(losses: Mapping[tuple[str, int], float | None], arm: str, seed: int) -> str:
-    if (arm, seed) not in losses:
-        return "missing"
-    loss = losses[arm, seed]
-    return "diverged" if loss is None else f"{loss:.4f}"
-
-
 def _many(seeds: int | None) -> str:
     return "over 10,000" if seeds is None else f"{seeds:,}"
 
 
 def plain(study: Study, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """The answer for programs.
-
-    Args:
-        study: The study.
-        outcomes: Results that are there.
-    """
+    """The answer for programs."""
     return {
         "study": study.spec.to_dict(),
         "recipe": study.recipe.to_dict(),

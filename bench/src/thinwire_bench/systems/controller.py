@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from signal import SIGCONT, SIGSTOP
+from typing import Any, Self, TypeVar
 
+from thinwire.lab import Lab
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.protocol import (
     BenchError,
@@ -23,12 +24,11 @@ from thinwire_bench.systems.protocol import (
     Failed,
     Hello,
     Launch,
+    Order,
     Ready,
     Settled,
-    Sleep,
     TurnRequest,
-    Wake,
-    Warm,
+    receive,
 )
 
 _FIRST_PORT = 20_000
@@ -38,26 +38,6 @@ _GRACE = 1.0
 """Seconds in which further ranks of a broken system may report errors: the first report is not always the cause."""
 
 Message = TypeVar("Message")
-
-
-class _Host(Protocol):
-    def command(self, argv: Sequence[str]) -> list[str]: ...
-    def environment(self, master_port: int) -> dict[str, str]: ...
-
-
-class _Traffic(Protocol):
-    @property
-    def sent_bytes(self) -> int: ...
-    @property
-    def received_bytes(self) -> int: ...
-
-
-class Network(Protocol):
-    """The part of a lab that the controller uses."""
-
-    @property
-    def hosts(self) -> Sequence[_Host]: ...
-    def traffic(self) -> Sequence[_Traffic]: ...
 
 
 @dataclass(frozen=True)
@@ -94,42 +74,34 @@ class Controller:
     """Systems on the hosts of an open lab; a context manager that ends all their processes. A system may take
     ``timeout`` seconds to start, or for a turn."""
 
-    def __init__(self, network: Network, ranks: int, *, timeout: float = 600.0) -> None:
-        self._network, self._ranks, self._timeout = network, ranks, timeout
+    def __init__(self, lab: Lab, ranks: int, *, timeout: float = 600.0) -> None:
+        self._lab, self._ranks, self._timeout = lab, ranks, timeout
         self._directory = tempfile.TemporaryDirectory(prefix="thinwire-bench-")
         self._address = str(Path(self._directory.name) / "controller")
         self._listener = socket.socket(socket.AF_UNIX)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._servers: dict[Connection[Any, Any], int] = {}
         self._members: dict[str, dict[int, Connection[Any, Any]]] = {}
-        self._num_ports = 0
 
     def __enter__(self) -> Self:
         self._listener.bind(self._address)
         self._listener.listen()
-        world = len(self._network.hosts) * self._ranks
+        world = len(self._lab.hosts) * self._ranks
         threads = max(1, (os.cpu_count() or 1) // world)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         try:
-            for index, host in enumerate(self._network.hosts):
-                command = host.command(
-                    [sys.executable, "-m", "thinwire_bench.systems.server", self._address, str(index)]
-                )
+            for index, host in enumerate(self._lab.hosts):
+                serve = [sys.executable, "-m", "thinwire_bench.systems.server", self._address, str(index)]
                 with self._log(f"host-{index}").open("wb") as log:
-                    self._processes.append(
-                        subprocess.Popen(
-                            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, bufsize=0
-                        )
-                    )
-            self._accept(len(self._network.hosts))
+                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                    self._processes.append(subprocess.Popen(host.command(serve), env=environment, bufsize=0, **streams))
+            self._accept(len(self._lab.hosts))
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, system: SystemSpec) -> None:
@@ -139,19 +111,16 @@ class Controller:
             BenchError: a rank failed, died or took too long.
         """
         assert system.label not in self._members, f"two systems are labelled {system.label}"
+        port = _FIRST_PORT + len(self._members)
         self._members[system.label] = {}
-        port = _FIRST_PORT + self._num_ports
-        self._num_ports += 1
         for server, host in self._servers.items():
-            environment = self._network.hosts[host].environment(master_port=port)
+            environment = self._lab.hosts[host].environment(master_port=port)
             log = str(self._log(f"{system.label}-host-{host}"))
-            launch = Launch(
-                system, len(self._network.hosts), self._ranks, host, environment, log, timeout=self._timeout
-            )
-            server.send(launch)
-        self._accept(len(self._network.hosts) * self._ranks)
+            hosts = len(self._lab.hosts)
+            server.send(Launch(system, hosts, self._ranks, host, environment, log, timeout=self._timeout))
+        self._accept(len(self._lab.hosts) * self._ranks)
         self._collect(system.label, Ready)
-        self._order(Sleep(system.label))
+        _send(self._servers, Order(system.label, SIGSTOP))
 
     def run(self, label: str, turn: TurnRequest) -> TurnResult:
         """Let one system train while all others sleep.
@@ -159,16 +128,16 @@ class Controller:
         Raises:
             BenchError: a rank failed, died or took too long.
         """
-        before = self._network.traffic()
-        self._order(Wake(label))
-        self._tell(label, turn)
-        self._collect(label, Warm)
+        before = self._lab.traffic()
+        _send(self._servers, Order(label, SIGCONT))
+        _send(self._members[label].values(), turn)
+        self._collect(label, Ready)
         # Nothing may come between: what the last step before it left to communicate goes on meanwhile.
         started = time.monotonic()
-        self._tell(label, "go")
+        _send(self._members[label].values(), "go")
         settled = self._collect(label, Settled)
-        after = self._network.traffic()
-        self._order(Sleep(label))
+        after = self._lab.traffic()
+        _send(self._servers, Order(label, SIGSTOP))
         mean = 1.0 / (turn.steps * len(settled))
         num_sent = turn.warmup + turn.steps
         return TurnResult(
@@ -211,17 +180,6 @@ class Controller:
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name.replace('/', '_')}.log"
 
-    def _order(self, order: Sleep | Wake) -> None:
-        """Give every host's server an order."""
-        for server in self._servers:
-            with contextlib.suppress(OSError):  # a dead server is reported where answers are collected
-                server.send(order)
-
-    def _tell(self, label: str, message: object) -> None:
-        for connection in self._members[label].values():
-            with contextlib.suppress(OSError):  # a dead rank is reported where answers are collected
-                connection.send(message)
-
     def _accept(self, num_processes: int) -> None:
         """Let processes that were started introduce themselves."""
         deadline = time.monotonic() + self._timeout
@@ -229,7 +187,7 @@ class Controller:
             while not (ready := wait([self._listener, *self._servers], timeout=1.0)) or self._listener not in ready:
                 self._raise_if_host_ended()
                 for server in [server for server in ready if server in self._servers]:
-                    self._raise_cause(_receive(server))
+                    self._raise_cause(receive(server))
                 if time.monotonic() > deadline:
                     raise BenchError(f"the benchmark's processes did not start within {self._timeout:.0f} s")
             connection: Connection[Any, Any] = Connection(self._listener.accept()[0].detach())
@@ -263,7 +221,7 @@ class Controller:
                 )
             for connection in ready:
                 assert isinstance(connection, Connection)
-                message = _receive(connection)
+                message = receive(connection)
                 if not isinstance(message, kind):
                     self._raise_cause(message, label, ranks.get(connection))
                 else:
@@ -279,7 +237,7 @@ class Controller:
         while ready := wait(open_ones, timeout=max(0.0, deadline - time.monotonic())):
             for connection in ready:
                 assert isinstance(connection, Connection)
-                received = _receive(connection)
+                received = receive(connection)
                 if received is None:
                     open_ones.remove(connection)
                 else:
@@ -299,11 +257,10 @@ class Controller:
         raise BenchError(sentence + _last_lines(self._log(f"{culprit}-host-{host}")))
 
 
-def _receive(connection: Connection[Any, Any]) -> Any:
-    try:
-        return connection.recv()
-    except (EOFError, OSError):
-        return None
+def _send(connections: Iterable[Connection[Any, Any]], message: object) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # a dead process is reported where answers are collected
+            connection.send(message)
 
 
 def _weight(failure: Ended | Failed) -> int:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from signal import Signals
 from typing import Any
 
 from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import SystemSpec
+
+
+def receive(connection: Connection[Any, Any]) -> Any:
+    """The next message; None where the other side is gone or done."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
 
 
 class BenchError(ThinwireError, RuntimeError):
@@ -29,17 +39,12 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Sleep:
-    """To a server: stop this host's ranks of a system, threads that poll included."""
+class Order:
+    """To a server: stop this host's ranks of a system by SIGSTOP, threads that poll included, or let them go on by
+    SIGCONT."""
 
     label: str
-
-
-@dataclass(frozen=True)
-class Wake:
-    """To a server: let this host's ranks of a system go on."""
-
-    label: str
+    signal: Signals
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """From a rank: the system is built."""
-
-
-@dataclass(frozen=True)
-class Warm:
-    """From a rank: the steps that are not timed are done; it waits for the word."""
+    """From a rank that waits for the word: the system is built, or the steps that are not timed are done."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from thinwire.collectives import group
 from thinwire.errors import ThinwireError
 from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire_bench.peers.interface import Place, System
-from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, Warm
+from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, receive
 
 _TRIM_SECONDS: Final = 5e-4
 """Seconds between two times that a lean process gives back what has been freed."""
@@ -36,22 +36,16 @@ def serve(address: str, launch: Launch, local_rank: int) -> None:
     pipe.send(Hello(launch.host, launch.system.label, place.rank))
     try:
         _enter(launch, place)
-        system = build(launch, place)
+        module, function = launch.system.builder.split(":")
+        system: System = getattr(importlib.import_module(module), function)(place, launch.system.options)
         pipe.send(Ready())
-        while (turn := _receive(pipe)) is not None:
+        while (turn := receive(pipe)) is not None:
             _take(turn, system, pipe)
     except BaseException as error:
         if not isinstance(error, ThinwireError):
             traceback.print_exc()
         pipe.send(Failed(f"{type(error).__name__}: {str(error).strip()}"))
         raise
-
-
-def build(launch: Launch, place: Place) -> System:
-    """The system, by its builder's name."""
-    module, function = launch.system.builder.split(":")
-    system: System = getattr(importlib.import_module(module), function)(place, launch.system.options)
-    return system
 
 
 def _redirect_output(log: str) -> None:
@@ -70,18 +64,10 @@ def _enter(launch: Launch, place: Place) -> None:
         group.init("gloo", timeout=datetime.timedelta(seconds=launch.timeout))
 
 
-def _receive(pipe: Connection[Any, Any]) -> Any:
-    """The next message; None where the controller is gone or done."""
-    try:
-        return pipe.recv()
-    except (EOFError, OSError):
-        return None
-
-
 def _take(turn: TurnRequest, system: System, pipe: Connection[Any, Any]) -> None:
     with _Lean() if turn.lean else contextlib.nullcontext():
         values = [system.step(turn.options) for _ in range(turn.warmup)]
-        pipe.send(Warm())
+        pipe.send(Ready())
         pipe.recv()
         system.waited()  # forget the warm-up's
         used = time.process_time()

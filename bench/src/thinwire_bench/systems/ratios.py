@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from thinwire_bench.peers.interface import SystemKind
@@ -40,32 +40,27 @@ class Ratio:
 
 def goals(rows: Sequence[SystemRow]) -> dict[str, list[Ratio]]:
     """All comparisons that the rows allow, by name."""
-    pairs = {f"{plan} / {peer}": pair_ratios(rows, plan, peer) for plan, peer in PAIRS}
-    return {"best plan / best peer": best_ratios(rows)} | pairs
+    plans, peers = ({row.system for row in rows if row.kind is kind} for kind in (SystemKind.PLAN, SystemKind.PEER))
+    pairs = {f"{plan} / {peer}": ratios(rows, {plan}, {peer}) for plan, peer in PAIRS}
+    return {"best plan / best peer": ratios(rows, plans, peers)} | pairs
 
 
-def best_ratios(rows: Sequence[SystemRow]) -> list[Ratio]:
-    """The fastest plan against the fastest peer under each setting; refused rows and the bound take no part."""
+def ratios(rows: Sequence[SystemRow], plans: Set[str], peers: Set[str]) -> list[Ratio]:
+    """The fastest of some plans against the fastest of some peers, by their labels, under each setting in which there
+    are both; refused rows take no part."""
     comparisons = []
-    for alike in _by_setting(rows):
-        plans = [row for row in alike if row.kind is SystemKind.PLAN]
-        peers = [row for row in alike if row.kind is SystemKind.PEER]
-        if plans and peers:
-            comparisons.append(compare(min(plans, key=_time), min(peers, key=_time)))
+    for key in dict.fromkeys((row.bandwidth, row.clip) for row in rows):
+        alike = [row for row in rows if (row.bandwidth, row.clip) == key and row.refused is None]
+        ours, theirs = (
+            min((row for row in alike if row.system in labels), key=lambda row: row.step_ms, default=None)
+            for labels in (plans, peers)
+        )
+        if ours is not None and theirs is not None:
+            comparisons.append(_compared(ours, theirs))
     return comparisons
 
 
-def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
-    """One plan against one peer, by their labels, under each setting in which neither is missing or refused."""
-    comparisons = []
-    for alike in _by_setting(rows):
-        by_label = {row.system: row for row in alike}
-        if plan in by_label and peer in by_label:
-            comparisons.append(compare(by_label[plan], by_label[peer]))
-    return comparisons
-
-
-def compare(plan: SystemRow, peer: SystemRow) -> Ratio:
+def _compared(plan: SystemRow, peer: SystemRow) -> Ratio:
     """Two systems under one setting."""
     by_round = [ours / theirs for ours, theirs in zip(plan.samples, peer.samples, strict=True)]
     return Ratio(
@@ -78,12 +73,3 @@ def compare(plan: SystemRow, peer: SystemRow) -> Ratio:
         smallest=min(by_round),
         largest=max(by_round),
     )
-
-
-def _by_setting(rows: Sequence[SystemRow]) -> Iterable[list[SystemRow]]:
-    for key in dict.fromkeys((row.bandwidth, row.clip) for row in rows):
-        yield [row for row in rows if (row.bandwidth, row.clip) == key and row.refused is None]
-
-
-def _time(row: SystemRow) -> float:
-    return row.step_ms

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
+from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.interleave import Sample, Setting
 from thinwire_bench.systems.loss_check import early_losses, refusals
 
@@ -66,14 +67,8 @@ class SystemRow:
 
 
 def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
-    """A row for every system and setting, settings in the order they were visited, systems in the given one.
-
-    Args:
-        samples: Samples of ``interleave``.
-        systems: All systems that ran.
-        tokens: Tokens per step, of all ranks.
-        cores: Cores that all ranks share.
-    """
+    """A row for every system and setting, settings in the order they were visited, systems in the given one; ``tokens``
+    are those of a step of all ranks, which share ``cores``."""
     losses = early_losses(samples)
     bounds = [system.label for system in systems if system.kind is SystemKind.BOUND]
     exempt = frozenset(s.label for s in systems if s.kind in (SystemKind.BOUND, SystemKind.CHANGED))
@@ -84,51 +79,46 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
     rows = []
     for setting in dict.fromkeys(sample.setting for sample in timed):
         of_setting = [sample for sample in timed if sample.setting == setting]
-        alone = statistics.median(_milliseconds(of_setting, bounds[0])) if bounds else None
+        alone = statistics.median(milliseconds(of_setting, bounds[0])) if bounds else None
         for system in systems:
-            own = [sample for sample in of_setting if sample.result.label == system.label]
-            loss = statistics.fmean(losses[system.label])
-            row = _row(own, system, _Common(setting, alone, tokens, cores, loss, refused.get(system.label)))
-            rows.append(replace(row, needed_rss=needed.get(system.label)))
-    return rows
+            own = [sample.result for sample in of_setting if sample.result.label == system.label]
+            rows.append(_row(own, system, setting, tokens, cores, losses[system.label], alone))
+    return [replace(row, refused=refused.get(row.system), needed_rss=needed.get(row.system)) for row in rows]
 
 
-@dataclass(frozen=True)
-class _Common:
-    """What a row needs besides the samples of its system under its setting."""
-
-    setting: Setting
-    alone: float | None
-    tokens: int
-    cores: int
-    loss: float
-    refused: str | None
+def milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
+    """A system's steps, of every round that counts."""
+    return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
 
 
-def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
-    return [1e3 * sample.result.seconds for sample in samples if sample.result.label == label]
-
-
-def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> SystemRow:
-    results = [sample.result for sample in samples]
-    times = _milliseconds(samples, system.label)
+def _row(
+    results: Sequence[TurnResult],
+    system: SystemSpec,
+    setting: Setting,
+    tokens: int,
+    cores: int,
+    losses: Sequence[float],
+    alone: float | None,
+) -> SystemRow:
+    """A row as far as its system's turns tell; ``alone`` are milliseconds of a step without communication."""
+    times = [1e3 * result.seconds for result in results]
     step_ms = statistics.median(times)
     cpu_seconds = statistics.median(result.cpu_seconds for result in results)
     busiest = statistics.median(max(*result.sent, *result.received) for result in results)
-    wire_seconds = 8 * busiest / common.setting.rate if common.setting.rate else 0.0
-    bound_ms = 1e3 * max(cpu_seconds / common.cores, wire_seconds)
+    wire_seconds = 8 * busiest / setting.rate if setting.rate else 0.0
+    bound_ms = 1e3 * max(cpu_seconds / cores, wire_seconds)
     lanes = results[0].waited
     return SystemRow(
         system=system.label,
         kind=system.kind,
-        bandwidth=common.setting.bandwidth,
-        clip=common.setting.clip,
+        bandwidth=setting.bandwidth,
+        clip=setting.clip,
         step_ms=step_ms,
         step_ms_min=min(times),
         step_ms_max=max(times),
         samples=tuple(times),
-        tokens_per_second=1e3 * common.tokens / step_ms,
-        exposed_ms=None if common.alone is None else step_ms - common.alone,
+        tokens_per_second=1e3 * tokens / step_ms,
+        exposed_ms=None if alone is None else step_ms - alone,
         waited_ms={lane: 1e3 * statistics.median(result.waited[lane] for result in results) for lane in lanes},
         internode_bytes=busiest,
         predicted_bytes=max(results[0].predicted, default=None),
@@ -137,6 +127,6 @@ def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> Syst
         bound_ms=bound_ms,
         bound_ratio=step_ms / bound_ms,
         peak_rss=max(result.peak_rss for result in results),
-        loss=common.loss,
-        refused=common.refused,
+        loss=statistics.fmean(losses),
+        refused=None,
     )

@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from thinwire_bench.systems.protocol import Ended, Hello, Launch, Sleep, Wake
+from thinwire_bench.systems.protocol import Ended, Hello, Launch, Order, receive
 
 _SHARED: Final = ("torch", "torch._dynamo", "thinwire_bench.systems.rank", "thinwire.sharding.api")
 """What every rank needs; the first optimizer step of any rank would load dynamo."""
@@ -41,21 +41,18 @@ class Server:
                 if isinstance(ready, int):
                     self._report_end(ready)
                     continue
-                try:
-                    order = self._pipe.recv()
-                except (EOFError, OSError):
+                if (order := receive(self._pipe)) is None:
                     self._kill()
                     return
                 self._obey(order)
 
-    def _obey(self, order: Launch | Sleep | Wake) -> None:
-        match order:
-            case Launch():
-                self._start(order)
-            case Sleep():
-                self._signal(order.label, signal.SIGSTOP)
-            case Wake():
-                self._signal(order.label, signal.SIGCONT)
+    def _obey(self, order: Launch | Order) -> None:
+        if isinstance(order, Launch):
+            self._start(order)
+            return
+        for process, label, _ in self._ranks.values():
+            if label == order.label:
+                os.kill(process, order.signal)  # one that has ended is a process still, until its end is reported
 
     def _start(self, launch: Launch) -> None:
         for module in (*_SHARED, launch.system.builder.split(":")[0]):
@@ -91,12 +88,6 @@ class Server:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         self._pipe.send(Ended(label, rank, how))
-
-    def _signal(self, label: str, number: signal.Signals) -> None:
-        """Send a signal to every rank of a system; one that has ended is a process still, until its end is reported."""
-        for process, name, _ in self._ranks.values():
-            if name == label:
-                os.kill(process, number)
 
     def _kill(self) -> None:
         for process, _, _ in self._ranks.values():

@@ -32,7 +32,6 @@ _FLOOR: Final = "#c4442b"
 def draw(rows: Sequence[SystemRow], path: Path) -> None:
     """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound; refused rows get
     no bar."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     bandwidths = list(dict.fromkeys(row.bandwidth for row in rows))
@@ -40,7 +39,6 @@ def draw(rows: Sequence[SystemRow], path: Path) -> None:
     systems = list(dict.fromkeys(row.system for row in rows))
     height = 0.34 * len(systems) + 0.8
     figure = Figure(figsize=(1.2 + 4.4 * len(bandwidths), height * len(clips) + 0.9), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(clips), len(bandwidths), squeeze=False, sharey=True)
     for clip, line in zip(clips, panels, strict=True):
         for bandwidth, axes in zip(bandwidths, line, strict=True):
