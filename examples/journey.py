@@ -42,7 +42,7 @@ def journey() -> list[str]:
     slot = buffer.layout.slot_by_name["2.weight"]
     story.append(
         f"layout     2.weight {tuple(slot.shape)} is elements {slot.offset}..{slot.offset + slot.numel} of unit "
-        f"'{unit.name}': {buffer.layout.payload} elements, padded to {buffer.layout.numel}"
+        f"'{unit.name}': {sum(slot.numel for slot in buffer.layout.slots)} elements, padded to {buffer.layout.numel}"
     )
     for owned in optim.fragments:
         if owned.fragment.slot.name == "2.weight":

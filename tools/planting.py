@@ -40,13 +40,13 @@ _USUAL: Final = (streams.clipped, streams.edited)
 _OTHERS: Final = tuple(ending for ending in streams.ENDINGS if ending not in _USUAL)
 
 _STEPS: Final[list[Case]] = [
-    *((streams.assert_ends_ordered, (name, True, _USUAL)) for name in ("zero3", "zero1")),
+    *((streams.test_every_end_of_a_step_orders_every_access, (name, True, _USUAL)) for name in ("zero3", "zero1")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3", "never")),
     (streams.test_a_model_may_use_streams_of_its_own, ("zero3, input gradients", "never")),
     (streams.test_a_save_in_the_background_writes_what_has_arrived, ("zeropp", Path, "never")),
     (streams.test_steps_with_a_loss_scale_order_every_access, ("zero3", False)),
     *(
-        (streams.assert_ends_ordered, (name, own, _OTHERS))
+        (streams.test_every_end_of_a_step_orders_every_access, (name, own, _OTHERS))
         for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True), ("thinwire", True))
     ),
     (streams.test_loops_order_every_access, (("ddp", "zero1", "zero3"), "never", streams.LOOPS)),
@@ -56,8 +56,12 @@ _STEPS: Final[list[Case]] = [
     *((streams.test_steps_with_a_loss_scale_order_every_access, ("zeropp", fused)) for fused in (False, True)),
     (streams.test_the_end_of_encoding_orders_every_access, ()),
     *((delays.test_delayed_threads_change_no_loss, (name, "lanes")) for name in ("zero3", "ddp")),
-    *((residence.assert_ordered, (name,)) for name in ("zero1", "ddp", "thinwire")),
-    (residence.assert_alike, ("zero1",)),
+    *(
+        (residence.test_whatever_writes_gradients_waits_for_their_update, (name, where))
+        for name in ("zero1", "ddp", "thinwire")
+        for where in residence.RESIDENCES
+    ),
+    (residence.test_presets, ("zero1", "plain")),
 ]
 
 _EXCHANGES: Final[list[Case]] = [

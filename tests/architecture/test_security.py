@@ -18,6 +18,7 @@ BETWEEN_PROCESSES = {
     "thinwire/testing/ranks.py",
     "thinwire/train/processes/ranks.py",
     "thinwire_bench/systems/controller.py",
+    "thinwire_bench/systems/protocol.py",
     "thinwire_bench/systems/rank.py",
     "thinwire_bench/systems/server.py",
 }

@@ -333,6 +333,7 @@ def save_with_base(control: Any, path: Path, salt: int = 0) -> None:
     write(path, vectors, values, control=control, base=base)
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment_leaves_no_half_base_that_is_referred_to(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
     save_with_base(Alone(), path, 0)

@@ -75,6 +75,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
+@pytest.mark.slow
 def test_a_follower_over_tls_lets_an_engine_load_every_version(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
     store, model, keys = tmp_path / "store", tmp_path / "model", tmp_path / "keys"

@@ -228,7 +228,7 @@ def unequal(folder: str, strategy: str) -> list[str]:
     ("strategy", "in_another_order"),
     # Under sharded gradients, ranks combine each micro-batch's gradient before they add it.
     [
-        ("thinwire_zero1", []),
+        pytest.param("thinwire_zero1", [], marks=pytest.mark.slow),
         pytest.param("thinwire", ["one optimizer", "adversaries by closures"], marks=pytest.mark.slow),
     ],
 )

@@ -28,7 +28,8 @@ def on_ranks(world: int | str, *, timeout: float = 120.0) -> Callable[[Test], Te
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
-        def start(**arguments: Any) -> None:
+        def start(*given: Any, **named: Any) -> None:
+            arguments = inspect.signature(test).bind(*given, **named).arguments
             ranks = arguments[world] if isinstance(world, str) else world
             run_ranks(ranks, _call, test.__module__, test.__name__, arguments, timeout=timeout)
 

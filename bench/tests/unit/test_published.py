@@ -87,6 +87,7 @@ def test_all_techniques_together_gain_most(gbps: int, tokens: int) -> None:
         assert qwz > hpz > qgz > 1.0
 
 
+@pytest.mark.slow
 def test_every_training_run_that_was_published_fits() -> None:
     """But for one that did not, what is counted without memory, and generation."""
     for table in TABLES:

@@ -115,7 +115,7 @@ def test_islands_exchange_what_is_trained() -> None:
 
 
 @pytest.mark.parametrize("residence", [{}, {"params": "host", "optimizer": "host-stream"}], ids=str)
-@pytest.mark.parametrize("name", ["ddp", pytest.param("zero3", marks=pytest.mark.slow), "hpz"])
+@pytest.mark.parametrize("name", ["hpz", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero3"))])
 @on_ranks(4)
 def test_streams_of_a_device_wait_for_each_other(name: str, residence: dict[str, str]) -> None:
     with check_streams("never") as check:

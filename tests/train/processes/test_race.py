@@ -237,6 +237,7 @@ def race_without_a_helper(directory: str) -> Race:
         return done
 
 
+@pytest.mark.slow
 def test_others_go_on_after_the_loss_of_a_helper(directory: Path) -> None:
     first, second = run_ranks(2, race_without_a_helper, str(directory), timeout=220.0)
     assert first == second
