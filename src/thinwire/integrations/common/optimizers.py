@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
 from thinwire.sharding.optimizer.probes import has_modes, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of, sharded_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -76,7 +76,7 @@ def over_shares(
         options = _options(made)
         return [tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)]
     for made in optimizers if not whole_states else ():
-        if not states_are_alike(type(made), _options(made), runtime_of(model).sharded.device):
+        if not states_are_alike(type(made), _options(made), sharded_of(model).device):
             refuse_class(model, type(made), _options(made))
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
@@ -152,13 +152,13 @@ def follow(scheduler: Any, optim: torch.optim.Optimizer) -> None:
 
 def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
     """Begin a micro-batch of a sharded model; ranks combine gradients in the last one of a step."""
-    schedule = runtime_of(model).schedule
-    schedule.begin_micro_batch(schedule.backwards, last=last)
+    runtime = runtime_of(model)
+    runtime.begin_micro_batch(runtime.backwards, last=last)
 
 
 def combines(model: nn.Module) -> bool:
     """Whether ranks combine gradients of a sharded model in its next backward."""
-    return runtime_of(model).schedule.last
+    return runtime_of(model).ends_step
 
 
 @contextmanager

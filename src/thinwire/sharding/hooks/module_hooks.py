@@ -347,9 +347,11 @@ def _keep(output: Any, gathered: frozenset[int]) -> Any:
 
 
 def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
+    holds = runtime.holds
+
     def hook(*_: Any) -> None:
         runtime.join_spreads()
-        if not runtime.holds.depth and any(unit.sharded for unit in runtime.units):
+        if not holds.depth and any(unit.sharded for unit in runtime.units):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
                 "it inside `with thinwire.full_parameters(model):`"

@@ -24,7 +24,8 @@ class Average:
         self._runtimes, self._means = runtimes, list[WeightMeans]()
         for runtime in runtimes:
             runtime.join_spreads()
-            runtime.means = WeightMeans(runtime.sharded.fragments, decay, window or 1)
+            sharded = runtime.sharded
+            runtime.means = WeightMeans(sharded.fragments, decay, window or 1)
             self._means.append(runtime.means)
 
     @property
@@ -40,9 +41,10 @@ class Average:
             UsageError: The model computes with the average, or is inside of another block that is for reading.
         """
         for runtime, means in zip(self._runtimes, self._means, strict=True):
-            runtime.holds.refuse("average.update()")
-            if runtime.plan.residence.streams_states:
-                runtime.spreads.join()  # their new values may be on their way to the host
+            runtime.refuse("average.update()")
+            plan, spreads = runtime.plan, runtime.spreads
+            if plan.residence.streams_states:
+                spreads.join()  # their new values may be on their way to the host
             means.update()  # beside spreads: in this rank's piece they leave what is there
 
     @contextlib.contextmanager
@@ -58,8 +60,8 @@ class Average:
             UsageError: The model is inside a forward or a backward, or another block is open.
         """
         for runtime in self._runtimes:
-            runtime.holds.refuse(APPLIED)
-            if runtime.passes.is_inside():
+            runtime.refuse(APPLIED)
+            if runtime.is_inside:
                 raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
         with contextlib.ExitStack() as stack:
             for runtime, means in zip(self._runtimes, self._means, strict=True):
@@ -92,8 +94,9 @@ def _applied(runtime: Runtime, means: WeightMeans) -> Iterator[None]:
 def _swap(runtime: Runtime, means: WeightMeans, *, spread: bool) -> None:
     means.swap()
     if spread:
-        runtime.spreads.write_back(range(len(runtime.units)), differences=True)
-        runtime.spreads.start(exactly=True)
+        spreads = runtime.spreads
+        spreads.write_back(range(len(runtime.units)), differences=True)
+        spreads.start(exactly=True)
 
 
 def average(model: nn.Module, *, decay: float | None = None, window: int | None = None) -> Average:

@@ -86,7 +86,7 @@ class Generation:
 
 def generates(model: nn.Module) -> bool:
     """Whether a sharded model is inside :func:`generating`."""
-    return _NAME in runtime_of(model).holds.blocks
+    return _NAME in runtime_of(model).blocks
 
 
 @contextlib.contextmanager
@@ -122,7 +122,7 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
         passes.forget_failed()
     if recomputing() or passes.state.present is not Pass.IDLE:
         raise UsageError(f"{_NAME} inside a forward or a backward of the model: enter it before the first of them")
-    runtime.holds.refuse(_NAME, beside=APPLIED)
+    runtime.refuse(_NAME, beside=APPLIED)
     units = [unit for unit in runtime.units if unit.sharded]
     chosen = _choose(runtime.sharded, ranks, units, keep)
     if ranks.rank == 0 and units:
@@ -214,7 +214,8 @@ def _laid(runtime: Runtime, units: Sequence[Unit], kept: Kept, present: set[int]
             stack.enter_context(_encoded(units))
         elif kept is Kept.SECONDARY:
             stack.enter_context(_secondary(runtime.sharded, runtime.passes, units))
-        if units and kept.exchanges and hasattr(model, "generate") and runtime.data_ranks.size == dist.get_world_size():
+        data_ranks = runtime.data_ranks
+        if units and kept.exchanges and hasattr(model, "generate") and data_ranks.size == dist.get_world_size():
             stack.enter_context(_in_step(model))
         yield
 
