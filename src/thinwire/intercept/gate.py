@@ -63,8 +63,14 @@ class AxisCodecs:
 
 
 class EncodingGate:
-    """Decides whether a tensor is encoded, with the reason if it is not. A reduction or gather crosses ``nodes`` in a
-    hop of its own; 1 is for a single hop.
+    """Decides whether a tensor is encoded, with the reason if it is not.
+
+    Args:
+        size: Number of ranks of the group.
+        codecs_of_axis: Codecs by operation.
+        min_numel: Tensors with fewer values are not encoded.
+        always: Encode outside training steps too.
+        nodes: Number of nodes that a reduction or gather crosses in a hop of its own; 1 for a single hop.
 
     Attributes:
         missed_step: Whether a tensor was sent unencoded only because no training step was marked.
@@ -95,7 +101,10 @@ class EncodingGate:
         Raises:
             UsageError: The codec does not work on the tensor's device.
         """
-        codec, why = self._codec(self._specs[operation], tensor.dtype, numel, tensor.device)
+        spec = self._specs[operation]
+        if spec.is_none:
+            return None, ""
+        codec, why = self._codec(spec, tensor.dtype, numel, tensor.device)
         adds = opts is None or scale_of(opts.reduceOp, self._size) is not None  # or reduces nothing
         if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"

@@ -27,7 +27,7 @@ from thinwire.intercept import encoded, exchange
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
 from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
-from thinwire.intercept.plain import OLDER_NAMES, PlainGroup, options, reduction_options
+from thinwire.intercept.plain import PlainGroup, options, reduction_options
 from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
 from thinwire.intercept.works import AllOf, Courier, Promise
@@ -130,26 +130,45 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ reductions
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = reduction_options(AllreduceOptions, opts, timeout)
-        return self._each("all_reduce", self._encoded_reduce, self._inner.allreduce, [_listed(tensors)], opts)
+        if len(tensors) != 1:
+            return self._all_reduce_many(tensors, opts, self._inner.allreduce)
+        codec, why = self._choose("reduce", tensors[0], opts=opts)
+        if codec is None:
+            return self._pass_one_on("all_reduce", tensors[0], why, self._inner.allreduce, tensors, opts)
+        return self._encoded_reduce(tensors[0], codec, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Several all-reduces in one call."""
         opts = reduction_options(AllreduceCoalescedOptions, opts)
-        return self._each("all_reduce", self._encoded_reduce, self._inner.allreduce_coalesced, [tensors], opts)
+        return self._all_reduce_many(tensors, opts, self._inner.allreduce_coalesced)
+
+    def _all_reduce_many(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
+        def encode(i: int, codec: Codec) -> dist.Work:
+            return self._encoded_reduce(tensors[i], codec, opts)
+
+        return self._each("reduce", encode, "all_reduce", call, [tensors], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = reduction_options(ReduceScatterOptions, opts)
-        call = _on_lists(self._inner_call("reduce_scatter_single"))
-        return self._each("reduce_scatter", self._encoded_scatter, call, [[output], [tensor]], opts)
+        codec, why = self._choose("reduce", tensor, opts=opts)
+        if codec is None:
+            call = self._inner_call("reduce_scatter_single")
+            return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
+        return self._encoded_scatter(output, [tensor], codec, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = reduction_options(ReduceScatterOptions, opts)
+
+        def encode(i: int, codec: Codec) -> dist.Work:
+            return self._encoded_scatter(outputs[i], [tensors[i]], codec, opts)
+
         call = self._inner_call("reduce_scatter_single_coalesced")
-        return self._each("reduce_scatter", self._encoded_scatter, call, [outputs, tensors], opts)
+        return self._each("reduce", encode, "reduce_scatter", call, [outputs, tensors], opts)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
@@ -166,16 +185,23 @@ class CompressingGroup(PlainGroup):
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = options(AllgatherOptions, opts)
-        call = _on_lists(self._inner_call("all_gather_single"))
-        return self._each("all_gather", self._encoded_gather, call, [[output], [tensor]], opts)
+        codec, why = self._choose("gather", tensor)
+        if codec is None:
+            call = self._inner_call("all_gather_single")
+            return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
+        return self._encoded_gather([output], tensor, codec, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = options(AllgatherOptions, opts)
+
+        def encode(i: int, codec: Codec) -> dist.Work:
+            return self._encoded_gather([outputs[i]], tensors[i], codec, opts)
+
         call = self._inner_call("all_gather_single_coalesced")
-        return self._each("all_gather", self._encoded_gather, call, [outputs, tensors], opts)
+        return self._each("gather", encode, "all_gather", call, [outputs, tensors], opts)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
@@ -186,6 +212,12 @@ class CompressingGroup(PlainGroup):
         if codec is None or len(tensors) != 1 or not even:
             return self._pass_on("all_gather", tensors, self._inner.allgather, outputs, tensors, opts, why=[why])
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
+
+    # Older names: without them, torch would bypass this class.
+    _allgather_base: Any = all_gather_single
+    allgather_into_tensor_coalesced: Any = all_gather_single_coalesced
+    _reduce_scatter_base: Any = reduce_scatter_single
+    reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
     # -------------------------------------------------------------------------------------------- all-to-alls
 
@@ -244,7 +276,7 @@ class CompressingGroup(PlainGroup):
             self._ledger.add("send", _name(codec), plain, sent, why=why)
             return self._noted(work, tensor.device)
         if codec is None:
-            return self._pass_on("send", tensors, self._inner.send, tensors, dst, tag, why=[why])
+            return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
         with self._waiting(tensor.device):
             message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
@@ -265,7 +297,7 @@ class CompressingGroup(PlainGroup):
             self._ledger.add("recv", _name(codec), 0, 0, why=why)
             return self._noted(self._channels_of(tensor.device).receive(tensor, src, codec), tensor.device)
         if codec is None:
-            return self._pass_on("recv", tensors, self._inner.recv, tensors, src, tag, why=[why])
+            return self._pass_one_on("recv", tensor, why, self._inner.recv, tensors, src, tag)
         self._ledger.add("recv", str(codec.spec), 0, 0)
         return self._noted(self._receive(tensor, src, tag, codec), tensor.device)
 
@@ -342,22 +374,18 @@ class CompressingGroup(PlainGroup):
 
     def _each(
         self,
+        operation: Operation,
+        encode: Callable[[int, Codec], dist.Work],
         name: str,
-        encode: Callable[..., dist.Work],
         call: Callable[..., dist.Work],
         lists: Sequence[Sequence[torch.Tensor]],
         opts: Any,
     ) -> dist.Work:
-        """Perform a call with lists of results and of tensors to send, or one list of both: those that have a codec are
-        encoded one by one, and the others forwarded together."""
-        reduces = name != "all_gather"
-        operation: Operation = "reduce" if reduces else "gather"
-        choices = [self._choose(operation, tensor, opts=opts if reduces else None) for tensor in lists[-1]]
-        works = [
-            encode(*tensors, codec, opts)
-            for tensors, (codec, _) in zip(zip(*lists, strict=True), choices, strict=True)
-            if codec is not None
-        ]
+        """Perform a coalesced call with lists of results and of tensors to send, or one list of both: those that have a
+        codec are encoded one by one, and the others forwarded together."""
+        reduces = opts if operation == "reduce" else None
+        choices = [self._choose(operation, tensor, opts=reduces) for tensor in lists[-1]]
+        works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
         plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
         if plain or not choices:
             rest = [[tensors[i] for i in plain] for tensors in lists]
@@ -374,25 +402,25 @@ class CompressingGroup(PlainGroup):
         return self._perform("all_reduce", codec, body, [tensor], [], tensor.nbytes, opts)
 
     def _encoded_gather(
-        self, outputs: torch.Tensor | Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
     ) -> dist.Work:
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.all_gather(axis, arrived, tensor, codec, seed)
+            encoded.all_gather(axis, outputs, tensor, codec, seed)
 
-        arrived, (tensor,) = encoded.arrived(_listed(outputs)), encoded.arrived([tensor])
-        return self._perform("all_gather", codec, body, arrived, [tensor], tensor.nbytes, opts)
+        outputs, (tensor,) = encoded.arrived(outputs), encoded.arrived([tensor])
+        return self._perform("all_gather", codec, body, outputs, [tensor], tensor.nbytes, opts)
 
     def _encoded_scatter(
-        self, output: torch.Tensor, inputs: torch.Tensor | Sequence[torch.Tensor], codec: Codec, opts: Any
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], codec: Codec, opts: Any
     ) -> dist.Work:
-        numel = output.numel() * len(self._ranks)
-        scale, codecs = self._scale(opts), self._gate.hops(codec, output, numel)
+        nbytes = output.nbytes * len(self._ranks)
+        scale, codecs = self._scale(opts), self._gate.hops(codec, output, output.numel() * len(self._ranks))
 
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.reduce_scatter(axis, output, arrived, scale, codecs, seed)
+            encoded.reduce_scatter(axis, output, inputs, scale, codecs, seed)
 
-        (output,), arrived = encoded.arrived([output]), encoded.arrived(_listed(inputs))
-        return self._perform("reduce_scatter", codec, body, [output], arrived, numel * output.itemsize, opts)
+        (output,), inputs = encoded.arrived([output]), encoded.arrived(inputs)
+        return self._perform("reduce_scatter", codec, body, [output], inputs, nbytes, opts)
 
     def _perform(
         self,
@@ -462,15 +490,6 @@ class CompressingGroup(PlainGroup):
         return next(self._seeds) if codec.spec.needs_seed else None
 
 
-def _on_lists(call: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
-    """A call for one tensor, for lists of one."""
-    return lambda outputs, tensors, opts: call(*outputs, *tensors, opts)
-
-
-def _listed(tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
 def _name(codec: Codec | None) -> str:
     return "none" if codec is None else str(codec.spec)
 
@@ -479,8 +498,3 @@ def _shut_down(reference: weakref.ref[CompressingGroup]) -> None:
     group = reference()
     if group is not None:
         group.shutdown()
-
-
-# Without older names, torch would bypass this class.
-for _new, _older in OLDER_NAMES.items():
-    setattr(CompressingGroup, _older, getattr(CompressingGroup, _new))

@@ -37,8 +37,12 @@ def part_of(membership: Membership, part: str, members: Sequence[int]) -> Member
 
 
 class MemberGroup(Subgroup):
-    """Members of a process group, with connections of their own, so that no other traffic comes in between. Nothing
-    else uses the store of ``membership``; the scope of ``stage`` is that of the group: inside a node or across nodes.
+    """Members of a process group, with connections of their own, so that no other traffic comes in between.
+
+    Args:
+        membership: The members. Nothing else uses its store.
+        axis: Name of the axis, for error messages.
+        stage: A stage whose scope is that of the group: inside a node or across nodes.
     """
 
     def __init__(self, membership: Membership, axis: str, stage: Stage = Stage.GATHER_INSIDE) -> None:
@@ -123,8 +127,13 @@ class MembersAxis(AxisGroup):
 
 
 def count_nodes(ranks: Sequence[int], nodes: int | None, axis: str) -> int:
-    """Count the nodes that a group of ranks spans, unless the caller knows it. By default it follows from
-    ``LOCAL_WORLD_SIZE``, which torchrun sets; without that variable, all ranks count as one node.
+    """Count the nodes that a group spans.
+
+    Args:
+        ranks: Global ranks of the group, in its order.
+        nodes: Number of nodes, if the caller knows it. By default it follows from ``LOCAL_WORLD_SIZE``, which torchrun
+            sets; without that variable, all ranks count as one node.
+        axis: Name of the axis, for messages.
 
     Raises:
         UsageError: The nodes do not have equally many consecutive members.

@@ -16,19 +16,25 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.intercept.traffic import AxisTraffic, Ledger
 from thinwire.intercept.works import Stopwatch, Watched
 
-OLDER_NAMES: Final = {
+_OLDER_NAMES: Final = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Older names of methods, which torch 2.11 uses."""
 
 
 class PlainGroup(dist.ProcessGroup):
-    """Forwards all operations to another group, which it may own: such a group is shut down together with this one, and
-    collectives that reach it by other ways are counted."""
+    """Forwards all operations to another group. Subclasses encode some of them.
+
+    Args:
+        inner: Group that performs the operations; it must have been made with a store.
+        axis: Name of the axis in reports.
+        ranks: Global ranks, in the group's order.
+        owns_inner: Whether this is the only user of ``inner``. If so, ``inner`` is shut down together with this group,
+            and collectives that reach it by other ways are counted.
+    """
 
     def __init__(self, inner: dist.ProcessGroup, *, axis: str, ranks: Sequence[int], owns_inner: bool) -> None:
         # torch has another constructor, which also takes the store, but it refuses subclasses.
@@ -93,7 +99,8 @@ class PlainGroup(dist.ProcessGroup):
     def traffic(self, *, reset: bool = False) -> AxisTraffic:
         """Count what this rank has sent; ``reset`` starts again from zero."""
         with self._lock:
-            self._note_bypass()
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
             bypassed = self._bypassed
             if reset:
                 self._bypassed = 0
@@ -117,6 +124,13 @@ class PlainGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
         return self._pass_on("all_to_all", tensors, self._inner.alltoall, outputs, tensors, *opts)
 
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
+        return self._pass_on("all_to_all", [tensor], self._inner_call("all_to_all_single"), output, tensor, *rest)
+
+    def alltoall_base(self, *args: Any) -> dist.Work:
+        """An older name of :meth:`all_to_all_single`."""
+        return self.all_to_all_single(*args)
+
     def allgather_coalesced(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
         """Gathers lists of tensors from every rank. Nothing in torch uses this form any more."""
         return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)
@@ -136,14 +150,13 @@ class PlainGroup(dist.ProcessGroup):
     def _inner_call(self, name: str) -> Callable[..., dist.Work]:
         """A method of the inner group. torch 2.11 has some of them under older names."""
         call: Callable[..., dist.Work] | None = getattr(self._inner, name, None)
-        return getattr(self._inner, OLDER_NAMES[name]) if call is None else call
+        return getattr(self._inner, _OLDER_NAMES[name]) if call is None else call
 
     def _pass_on(
         self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
     ) -> dist.Work:
         """Forward ``call(*args)`` to the inner group, which sends ``tensors`` or lists of them; ``why``: for each, why
         it is not encoded although the axis has a codec."""
-        # Counted before the call: after it, the transport's threads compete for the processor.
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
             for part in _tensors([tensor]):
@@ -151,6 +164,20 @@ class PlainGroup(dist.ProcessGroup):
                 self._ledger.add(op, "none", plain, plain, why=why[i] if why else "")
         device = next((tensor.device for tensor in _tensors(parts)), None)
         return self._noted(self._counted(call, *args), device)
+
+    def _pass_one_on(
+        self, op: str, tensor: torch.Tensor, why: str, call: Callable[..., dist.Work], *args: Any
+    ) -> dist.Work:
+        """:meth:`_pass_on` for one tensor, the common case, with as little overhead as possible."""
+        # Counted before the call: after it, the transport's threads compete for the processor.
+        with self._lock:
+            plain = tensor.nbytes * self._sent_times[op] // self._size
+            self._ledger.add(op, "none", plain, plain, why=why)
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
+            work = call(*args)
+            self._sequence = self._transport_count()
+        return self._noted(work, tensor.device)
 
     def _noted(self, work: dist.Work, device: torch.device | None) -> dist.Work:
         """The work that the caller waits for. Inside a coalescing block, works are collected until its end."""
@@ -168,15 +195,15 @@ class PlainGroup(dist.ProcessGroup):
     def _counted(self, call: Callable[..., dist.Work], *args: Any) -> dist.Work:
         """Start an operation of the transport that is counted elsewhere."""
         with self._lock:
-            self._note_bypass()
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
             work = call(*args)
             self._sequence = self._transport_count()
         return work
 
     def _note_bypass(self) -> None:
         """Count the transport's operations that did not come through this group."""
-        if not self._owns_inner or (count := self._transport_count()) == self._sequence:
-            return
+        count = self._transport_count()
         self._bypassed += count - self._sequence
         self._sequence = count
         self._warn_once(
