@@ -105,15 +105,14 @@ class EncodingGate:
         if spec.is_none:
             return None, ""
         codec, why = self._codec(spec, tensor.dtype, numel, tensor.device)
-        adds = opts is None or scale_of(opts.reduceOp, self._size) is not None  # or reduces nothing
         if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"
         if not why and is_exact():
             why = "exact scope"
         if not why and not self._always and not in_step():
             why = "outside a step"
-            self.missed_step = self.missed_step or adds
-        if not why and not adds:
+            self.missed_step = self.missed_step or self._adds(opts)
+        if not why and not self._adds(opts):
             why = "operation"
         return (None, why) if why else (codec, "")
 
@@ -122,6 +121,10 @@ class EncodingGate:
         if self.nodes in (1, self._size):
             return HopCodecs(inside=codec, across=codec)
         return HopCodecs(inside=self._codec(self._inside, tensor.dtype, numel, tensor.device)[0], across=codec)
+
+    def _adds(self, opts: Any) -> bool:
+        """Whether the operation is a sum or a mean, or has no reduction."""
+        return opts is None or scale_of(opts.reduceOp, self._size) is not None
 
     def _examine(
         self, spec: CodecSpec, dtype: torch.dtype, numel: int, device: torch.device

@@ -310,6 +310,10 @@ class Recording(TorchDispatchMode):
         place = self._parameters[id(parameter)][1]
         return place.within(self._history.made_again(place.storage)[place.storage])
 
+    def fingerprint(self) -> str:
+        """Text that is equal on ranks with equal recordings."""
+        return self._history.fingerprint()
+
     # -- recording ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -401,7 +405,7 @@ class RecordedValues:
 
     def open(self) -> str:
         """Describe the values. There is nothing to check."""
-        return f"recorded values {self._recording._history.fingerprint()}"
+        return f"recorded values {self._recording.fingerprint()}"
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
