@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +24,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
+from thinwire.train.environment import free_port
 
 LAUNCH = ROOT / "recipes/launch"
 STUDIES, PLANS = "study.toml", ".plan.toml"
@@ -184,14 +183,6 @@ def test_torchrun_on_two_nodes(place: Place, ranked: bool) -> None:
     for node in nodes:
         place.finished(node)
     assert (place.summary["plan"]["mesh"]["nodes"], place.summary["steps"]) == (2, 3)
-
-
-def free_port() -> int:
-    """A port that could be that of a SLURM job, from 20000 to 39999."""
-    for port in range(20_000 + os.getpid() % 10_000, 40_000):
-        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
-            return port
-    raise AssertionError("there is no free port")
 
 
 SRUN = """#!/usr/bin/env bash

@@ -8,7 +8,6 @@ import datetime
 import gc
 import multiprocessing
 import os
-import random
 import socket
 import sys
 import time
@@ -16,6 +15,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from thinwire.train.environment import free_port
 
 _PARTING_SECONDS = 5.0
 """How long a rank that is through keeps its connections for others that are not."""
@@ -32,17 +33,6 @@ class RankError(AssertionError):
         self.tracebacks = tuple(tracebacks)
         parts = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(tracebacks) if text]
         super().__init__("\n".join([note, *parts] if note else parts))
-
-
-def free_port() -> int:
-    """Find a free TCP port below the ephemeral range, so that no outgoing connection takes it before it is used."""
-    ports = random.SystemRandom()
-    for _ in range(1000):
-        port = ports.randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise OSError("no free TCP port between 20000 and 32767")
 
 
 class RankPool:

@@ -6,7 +6,10 @@ themselves.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -215,3 +218,14 @@ def fast_dtype(num_gpus: int) -> Dtype:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return "bfloat16" if any("bf16" in name and has for name, has in capabilities.items()) else "float32"
+
+
+def free_port() -> int:
+    """Find a free TCP port below the ephemeral range, so that no outgoing connection takes it before it is used."""
+    ports = random.SystemRandom()
+    for _ in range(1000):
+        port = ports.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no free TCP port between 20000 and 32767")

@@ -32,7 +32,7 @@ from thinwire.collectives.gateway.shelter import Shelter
 from thinwire.collectives.gateway.store import BACKEND, Door, ShelteredStore
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import CollectiveError, UsageError
-from thinwire.testing.ranks import free_port
+from thinwire.train.environment import free_port
 
 pytestmark = pytest.mark.ranks
 

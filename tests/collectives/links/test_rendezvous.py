@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import UsageError
-from thinwire.testing.ranks import free_port
+from thinwire.train.environment import free_port
 
 SHORT = datetime.timedelta(seconds=2)
 LONG = datetime.timedelta(seconds=60)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import DataError, UsageError
+from thinwire.extras import missing_sentence
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
@@ -219,9 +220,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(
-            'model.kind = "huggingface" needs transformers; install it with: pip install "transformers>=4.56"'
-        ) from error
+        raise UsageError(missing_sentence('model.kind = "huggingface"', ("transformers",), "transformers")) from error
     return transformers
 
 

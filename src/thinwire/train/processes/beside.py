@@ -28,9 +28,10 @@ from thinwire.collectives.group import Control
 from thinwire.spec import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import free_port
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.race import Lap, concluded, run_lap
-from thinwire.train.processes.ranks import Failure, free_port
+from thinwire.train.processes.ranks import Failure
 from thinwire.train.processes.server import called
 
 _ENDING: Final = 30.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from thinwire.errors import Room
-from thinwire.train.environment import num_cores
+from thinwire.train.environment import free_port, num_cores
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.server import end_with_launcher, leave_session, start
 
@@ -160,12 +160,6 @@ def _all_here(num_ranks: int) -> list[dict[str, str]]:
     }
     common = {name: value for name, value in wanted.items() if name not in os.environ} | meeting
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-
-
-def free_port() -> int:
-    """A port of this machine on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _running(processes: Mapping[int, BaseProcess]) -> list[BaseProcess]:
