@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests.behaviours.context import DRAWN, LOSSY, ON_HOST, PRESETS
@@ -114,6 +115,9 @@ class Ranks:
             self._pool.close()
 
 
+RanksOf = Callable[[int], Ranks]
+
+
 def _gravity(outcome: str) -> int:
     return 0 if not outcome else 1 if outcome.startswith("refused") else 2
 
@@ -134,52 +138,56 @@ def find(ranks: Ranks, preset: str, first: int, count: int) -> tuple[list[str], 
     return failures, refusals
 
 
-def assert_right(preset: str, first: int, count: int) -> None:
-    with contextlib.closing(Ranks()) as ranks:
-        failures, refusals = find(ranks, preset, first, count)
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[RanksOf]:
+    """Ranks of each number, started once for all tests: starting some takes longer than most sequences."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda world: stack.enter_context(contextlib.closing(Ranks(world))))
+
+
+def assert_right(ranks: Ranks, preset: str, first: int, count: int) -> None:
+    failures, refusals = find(ranks, preset, first, count)
     assert not failures, "\n".join(failures)
     assert refusals.total() < count / 4, refusals  # it has something to say
 
 
-def test_sequences() -> None:
+def test_sequences(ranks_of: RanksOf) -> None:
     for number, (preset, count) in enumerate((("zero3", 40), ("zero1", 40), ("zero3" + ON_HOST, 20))):
-        assert_right(preset, 1000 * number, count)
+        assert_right(ranks_of(WORLD), preset, 1000 * number, count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("preset", [*PRESETS, "zero1" + ON_HOST])
-def test_many_sequences(preset: str) -> None:
-    assert_right(preset, 1 << 20, COUNT)
+def test_many_sequences(ranks_of: RanksOf, preset: str) -> None:
+    assert_right(ranks_of(WORLD), preset, 1 << 20, COUNT)
 
 
-def assert_right_under_drawn_plans(kind: str, world: int, plans: range, sequences: int) -> None:
-    with contextlib.closing(Ranks(world)) as ranks:
-        failures = [line for seed in plans for line in find(ranks, f"{kind}{seed}", 100 * seed, sequences)[0]]
+def assert_right_under_drawn_plans(ranks: Ranks, kind: str, plans: range, sequences: int) -> None:
+    failures = [line for seed in plans for line in find(ranks, f"{kind}{seed}", 100 * seed, sequences)[0]]
     assert not failures, "\n".join(failures)
 
 
-def test_drawn_plans() -> None:
-    assert_right_under_drawn_plans(DRAWN, 2, range(8), 4)
+def test_drawn_plans(ranks_of: RanksOf) -> None:
+    assert_right_under_drawn_plans(ranks_of(WORLD), DRAWN, range(4), 4)
 
 
-def test_lossy_plans() -> None:
-    assert_right_under_drawn_plans(LOSSY, 2, range(4), 4)
+def test_lossy_plans(ranks_of: RanksOf) -> None:
+    assert_right_under_drawn_plans(ranks_of(WORLD), LOSSY, range(2), 4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", [DRAWN, LOSSY])
 @pytest.mark.parametrize("world", [2, 4])
-def test_many_drawn_plans(world: int, kind: str) -> None:
-    assert_right_under_drawn_plans(kind, world, range(1000, 1150), 6)
+def test_many_drawn_plans(ranks_of: RanksOf, world: int, kind: str) -> None:
+    assert_right_under_drawn_plans(ranks_of(world), kind, range(1000, 1150), 6)
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_sequences_that_failed_once(name: str) -> None:
+def test_sequences_that_failed_once(ranks_of: RanksOf, name: str) -> None:
     preset, world, sequence = KEPT[name]
-    with contextlib.closing(Ranks(world)) as ranks:
-        (outcome,) = ranks.outcomes([sequence], preset)
+    (outcome,) = ranks_of(world).outcomes([sequence], preset)
     assert outcome == ""
 
 

@@ -106,6 +106,7 @@ def test_the_command_reads_recipe_and_plan_file_once(opened: Counter[tuple[str, 
     assert opened["command", "plan.toml"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_reads_the_model_once(opened: Counter[tuple[str, str]], rank: str) -> None:
     read = {path: count for (process, path), count in opened.items() if process == rank}

@@ -264,6 +264,7 @@ def all_resumed(folder: str) -> list[tuple[str, list[float], list[float]]]:
     return list(resumed(folder))
 
 
+@pytest.mark.slow
 def test_several_optimizers_resume_under_another_plan(tmp_path: Path) -> None:
     for name, expected, got in run_ranks(2, all_resumed, str(tmp_path))[0]:
         assert got == expected, name

@@ -165,6 +165,7 @@ def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any
     return [*whole, torch.tensor([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_optimizers_of_ones_own_train_as_under_ddp_and_resume(tmp_path: Path) -> None:
     for kind in ("whole", "a part", "of a subclass"):

@@ -28,14 +28,15 @@ def trained(plan: tw.Plan, backend: str, on_device: bool) -> tuple[Curve, Any]:
         return sharded(Case(plan, codec_backend=backend)), check and (check.issues, list(map(str, check.hazards)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "fields"),
     [
         ("zero1-node", {"wire": EXACT}),
-        pytest.param("zero3", {"wire": EXACT}, marks=pytest.mark.slow),
-        pytest.param("mics", {"compute_dtype": "bfloat16", "wire": HALF}, marks=pytest.mark.slow),
-        pytest.param("zero1", {"wire": {"policy": "naive-mpc"}}, marks=pytest.mark.slow),
-        pytest.param("hpz", {"wire": {"policy": "mzhybrid:16"}}, marks=pytest.mark.slow),
+        ("zero3", {"wire": EXACT}),
+        ("mics", {"compute_dtype": "bfloat16", "wire": HALF}),
+        ("zero1", {"wire": {"policy": "naive-mpc"}}),
+        ("hpz", {"wire": {"policy": "mzhybrid:16"}}),
     ],
 )
 def test_lengths_travel_over_nccl(preset: str, fields: dict[str, Any]) -> None:

@@ -137,7 +137,8 @@ def move(model: MeanTeacher) -> None:
         parameter.add_(1.0)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
 @on_ranks(2)
 def test_a_mean_teacher_moves_in_every_way(preset: str) -> None:
     wanted = mean_teacher()

@@ -204,7 +204,8 @@ def test_islands(fields: dict[str, Any]) -> None:
     assert unlike(trained(plan, kind, options, steps=5), trained(plan.with_(**ALL), kind, options, steps=5)) == []
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 @on_ranks(WORLD)
 def test_parts_of_a_model(tensor: int, pipeline: int) -> None:
     found = []
@@ -428,7 +429,7 @@ def test_whatever_writes_gradients_waits_for_their_update(name: str, residence: 
         pytest.param("zeropp", "bfloat16", True, False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("residence", RESIDENCES)
+@pytest.mark.parametrize("residence", in_every_run("all", "update", all_of=RESIDENCES))
 @on_ranks(WORLD)
 def test_every_access_is_ordered(name: str, dtype: str, fused: bool, skip: bool, residence: str) -> None:
     assert stepped(name, dtype, fused, skip, residence) == []

@@ -164,10 +164,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [
-        way if way in ("plain", "modules together", "on the host") else pytest.param(way, marks=pytest.mark.slow)
-        for way in WAYS
-    ],
+    [way if way == "on the host" else pytest.param(way, marks=pytest.mark.slow) for way in WAYS],
 )
 @pytest.mark.parametrize(
     "names",
@@ -294,7 +291,15 @@ def test_resume_is_exact(tmp_path: Path, first: str, second: str, codec: str) ->
     run_ranks(WORLD, check_resume, str(tmp_path / "run"), plan(first, codec), plan(second, codec))
 
 
-@pytest.mark.parametrize(("first", "second"), [(INT8, "none"), ("none", INT8), (INT8, INT4), (INT4, "int8:64")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("none", INT8),
+        (INT8, INT4),
+        pytest.param(INT8, "none", marks=pytest.mark.slow),
+        pytest.param(INT4, "int8:64", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_go_from_one_storage_to_another(tmp_path: Path, first: str, second: str) -> None:
     run_ranks(WORLD, check_resume, str(tmp_path / "run"), plan("zero3", first), plan("zero1", second))
 

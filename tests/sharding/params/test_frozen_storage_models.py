@@ -71,6 +71,7 @@ def frozen_llama() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallel_ranks_keep_their_slices(tmp_path: Path) -> None:
     """The checkpoint of tensor-parallel ranks goes on bit for bit, and not to ranks that hold other slices."""

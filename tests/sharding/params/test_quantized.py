@@ -232,6 +232,7 @@ def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
     run_ranks(4, check_published, kind, str(tmp_path / "store"))
 
 
+@pytest.mark.slow
 @on_ranks(4, timeout=120)
 def test_steps_do_what_programs_say() -> None:
     """A step does what its program says, also with buffers in dtypes of the user's."""
