@@ -192,9 +192,25 @@ def test_models_that_cannot_be_sharded() -> None:
     used = nn.Linear(2, 2)
     used(torch.ones(2)).sum().backward()
     cases.append((used, "parameter weight has a gradient already: call model.zero_grad()"))
+    with torch.inference_mode():
+        cases.append((nn.Linear(2, 2), "parameter weight was made under torch.inference_mode()"))
     for model, message in cases:
         assert message in raised(UsageError, tw.shard, model, plan("zero3"))
         assert not hasattr(model, "_thinwire_runtime")
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+@on_ranks(2)
+def test_a_model_that_is_sharded_under_inference_mode_trains(name: str) -> None:
+    model = build(Stack)
+    with torch.inference_mode():
+        tw.shard(model, tw.Plan.preset(name, nodes=1, local=2))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        loss_of(model).backward()
+        optim.step()
+        optim.zero_grad()
+    assert gap(whole(model), list(build(Stack).parameters())) > 1e-4
 
 
 # -- stale graphs, hooks of the user's -------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         return self._scatter(output_tensor, input_tensor, self._compressed(group), op, async_op)
 
 

@@ -74,6 +74,7 @@ def _outer_groups(plan: Plan) -> list[tuple[Axis, Lane]]:
 
 
 @uncollected()
+@torch.inference_mode(False)  # its tensors are there to be trained
 def build(
     model: nn.Module,
     plan: Plan,

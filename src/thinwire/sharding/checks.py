@@ -161,6 +161,11 @@ def check_parameters(model: nn.Module, *, cut: bool) -> None:
                 f"parameter {name} is float64; masters are float32, which would lose digits: convert the model with "
                 "model.float() first"
             )
+        if parameter.is_inference():
+            raise UsageError(
+                f"parameter {name} was made under torch.inference_mode(), and no such tensor can be trained: make the "
+                "model outside of it"
+            )
         if isinstance(parameter, ShardedParameter):
             raise UsageError(
                 f"parameter {name} is sharded already, with another model that holds it too: models with a part in "

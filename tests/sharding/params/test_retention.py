@@ -11,8 +11,10 @@ from tests.support.training.ordered import assert_ordered, check_cases, preset
 from tests.support.training.parity import Case, assert_parity
 from tests.support.training.program import Model, follow_many, train_step
 from tests.support.training.together import Tied, differences, plan
+from torch import nn
 
 import thinwire as tw
+from thinwire.collectives.group import recording
 from thinwire.errors import SpecError
 from thinwire.program import Lane, gathered_peak
 from thinwire.sharding.api import runtime
@@ -127,6 +129,38 @@ def test_small_units_are_gathered_once_a_step_in_one_operation() -> None:
     freed, *_ = watch({"granularity": "module"}, 3)
     norms, passes = 5, 6
     assert kept == freed - norms * passes + 1
+
+
+class ReadElsewhere(nn.Module):
+    """A head that computes with the weight of another layer, which runs first or, if not ``called``, never."""
+
+    def __init__(self, *, called: bool) -> None:
+        super().__init__()
+        self.embed, self.called = nn.Linear(16, 16, bias=False).requires_grad_(not called), called
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) if self.called else x
+        return nn.functional.linear(self.second(self.first(x).tanh()), self.embed.weight)
+
+
+@pytest.mark.parametrize(("called", "persist_bytes"), [(True, 0), (False, 1024)])
+@on_ranks(2)
+def test_weights_that_other_code_reads_are_gathered_once_a_micro_batch(called: bool, persist_bytes: int) -> None:
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32", persist_bytes=persist_bytes)
+    model = tw.shard(ReadElsewhere(called=called), plan, units=["embed", "first", "second"])
+    optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
+    embed = next(unit for unit in runtime(model).units if unit.name == "embed")
+    for _ in range(2):
+        with recording() as records:
+            states = []
+            for x in tw.micro_batches(model, [torch.ones(2, 16)] * 4):
+                model(x).square().mean().backward()
+                states.append(embed.state)
+            optim.step()
+            optim.zero_grad()
+    assert set(states) == {State.GATHERED if called else State.SHARDED}
+    assert sum(record.lane is Lane.GATHER for record in records) == 4 * 4
 
 
 @on_ranks(4)

@@ -97,6 +97,10 @@ def same(value: Any, expected: Any, what: str) -> None:
     assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6), what
 
 
+class Rows(list[torch.Tensor]):
+    """A list that torch takes and pytrees do not know."""
+
+
 # -- reading ---------------------------------------------------------------------------------------------------
 
 READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
@@ -122,6 +126,7 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "equal": lambda p: torch.equal(p, p.clone()),
     "allclose": lambda p: torch.allclose(p, p + 1e-12),
     "float": lambda p: float(p.max()),
+    "list of another class": lambda p: torch.stack(Rows([p, p])),
 }
 
 

@@ -51,14 +51,15 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) -> Callable[[], None]:
-    """Make the backward of a linear layer deliver the gradients of weight and bias before that of the input exists.
+    """Make the backward of a layer, for which :func:`is_plain_linear` holds, deliver the gradients of weight and bias
+    before that of the input exists.
 
     Values are those of ``nn.Linear``. Calls that autograd's own functions do not record (without gradients, under
     forward-mode differentiation or a transform of ``torch.func``) and calls with inputs that are no plain tensors
     compute as before. Not every layer has an input gradient, and not every backward asks for it.
 
     Returns:
-        A function that restores the layer, for which :func:`is_plain_linear` holds.
+        A function that restores the layer.
     """
     assert isinstance(linear, nn.Linear)
     forward = linear.forward

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from thinwire.sharding.modules.quantized import is_packed
+from thinwire.sharding.tensors.arguments import replaced
 
 _READ: Final = (
     "_backward_hooks", "_base", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
@@ -60,7 +60,7 @@ class UnreadyParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _SETTINGS:
-            args, kwargs = tree_map_only(UnreadyParameter, lambda one: one.whole(), (args, kwargs or {}))
+            args, kwargs = replaced(UnreadyParameter, lambda one: one.whole(), (args, kwargs or {}))
             if not any(isinstance(value, UnreadyParameter) for value in args):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

@@ -32,8 +32,8 @@ class WriteAudit:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._all = units
         self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
-        self._begun: list[tuple[Unit, torch.Tensor]] = []  # forwards, with their units' values before
-        self._changed: list[tuple[Unit, torch.Tensor]] = []  # ended ones, with whether values differ (0-D)
+        # Forwards, with their units' values before; and once they have ended, whether these differ (0-D).
+        self._compared: list[tuple[Unit, torch.Tensor, list[torch.Tensor]]] = []
         self.watch()
         self.compares_values = bool(self._units)
         self.excuse()
@@ -43,8 +43,7 @@ class WriteAudit:
         self._units = [unit for unit in self._all if unit.computes_with_copies]
         self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
         self._whole = [(unit, _addresses(unit)) for unit in self._all if not unit.sharded]
-        self._begun.clear()
-        self._changed.clear()
+        self._compared.clear()
         for unit in self._units:
             self._others.setdefault(unit.index, self._written_to(unit))
 
@@ -54,22 +53,20 @@ class WriteAudit:
 
     def begin_step(self, number: int) -> None:
         """Begin the step with this number, from 0 on."""
-        self._begun.clear()
-        self._changed.clear()
+        self._compared.clear()
         is_power = number & (number - 1) == 0
         self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
 
     def before_forward(self, unit: Unit) -> None:
         """Record a gathered unit's values at the beginning of its forward, in a step that compares values."""
         if unit.computes_with_copies:
-            self._begun.append((unit, _sums_of_bits(unit)))
+            self._compared.append((unit, _sums_of_bits(unit), []))
 
     def after_forward(self, unit: Unit) -> None:
         """Record a unit's values at the end of its forward, while the unit is still gathered."""
-        for place, (begun, before) in reversed([*enumerate(self._begun)]):
-            if begun is unit:
-                self._changed.append((unit, (before != _sums_of_bits(unit)).any()))
-                del self._begun[place]
+        for begun, before, changed in reversed(self._compared):
+            if begun is unit and not changed:
+                changed.append((before != _sums_of_bits(unit)).any())
                 return
 
     def written(self) -> Unit | None:
@@ -83,7 +80,7 @@ class WriteAudit:
                 for buffer in unit.buffers:
                     buffer.show(whole=True)
                 return unit
-        return next((unit for unit, changed in self._changed if changed), None)
+        return next((unit for unit, _, changed in self._compared if any(changed)), None)
 
     def _written_to(self, unit: Unit) -> int:
         """In-place writes that torch has counted and that are no updates, over all parameters of a unit."""

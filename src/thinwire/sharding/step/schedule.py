@@ -66,7 +66,7 @@ def place_of(micro_batch: int, *, last: bool) -> Place:
 
 
 _NOTHING: Final = Retention(frozenset(), frozenset(), frozenset())
-"""What stays gathered where no program says so."""
+"""What stays gathered where there is no trace."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -222,8 +222,12 @@ class Programs:
         return {moment: tuple(prefetches) for moment, prefetches in table.items()}
 
     def _retain(self, last: bool) -> Retention:
-        chosen = retention(self.plan, self.infos, self._trace_so_far())
-        return replace(chosen, carried=frozenset()) if last else chosen
+        trace = self._trace_so_far()
+        chosen = retention(self.plan, self.infos, trace)
+        # A backward frees what it needs, and what the forward has kept for it. What other code alone has gathered since
+        # the unit's forward stays for the next micro-batch, which needs it first.
+        freed = (chosen.kept | frozenset(trace.needed_again)) - (frozenset() if last else chosen.carried)
+        return replace(chosen, carried=frozenset(trace.needed) - freed)
 
     def cut(self, trace: Trace, place: Place) -> Turns:
         """The reductions of a micro-batch with this order of units."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from thinwire.sharding.tensors.arguments import replaced
 from thinwire.sharding.tensors.tensor import ShareTensor, changed_tensors
 
 _ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -46,14 +46,14 @@ class StateEntry(torch.Tensor):
         changed = [one for one in changed_tensors(func, args, kwargs) if isinstance(one, cls)]
         if changed and getattr(func, "__name__", "") not in _OF_THE_ENTRY:
             ids = {id(entry) for entry in changed}
-            args, kwargs = tree_map_only(cls, lambda one: one.share if id(one) in ids else one._plain(), (args, kwargs))
+            args, kwargs = replaced(cls, lambda one: one.share if id(one) in ids else one._plain(), (args, kwargs))
             result = func(*args, **kwargs)
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for entry in changed:
                     entry.copy_(entry.share.full_tensor())
             return next((entry for entry in changed if entry.share is result), result)
         if any(issubclass(kind, ShareTensor) for kind in types):
-            args, kwargs = tree_map_only(cls, cls._plain, (args, kwargs))
+            args, kwargs = replaced(cls, cls._plain, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)

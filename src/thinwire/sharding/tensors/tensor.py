@@ -29,9 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
+from thinwire.sharding.tensors.arguments import replaced, tensors_in
 from thinwire.sharding.tensors.operations import perform
 from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
 
@@ -148,13 +148,13 @@ class ShareTensor(torch.Tensor):
         if func in _WALKS:
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
-            args, kwargs = tree_map_only(ShareTensor, _computed, (args, kwargs))
+            args, kwargs = replaced(ShareTensor, _computed, (args, kwargs))
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if "out" in kwargs:
-            _before_update(_tensors(kwargs["out"]))
+            _before_update(tensors_in(kwargs["out"]))
         elif name in _UPDATES and args:
-            _before_update(_tensors(args[0]), _tensors((args[1:], kwargs)) if name.endswith("copy_") else ())
+            _before_update(tensors_in(args[0]), tensors_in((args[1:], kwargs)) if name.endswith("copy_") else ())
         if name in _OF_ONE_DTYPE and len(args) > 1:
             args = (*_alike(args[0], args[1], in_place=name.endswith("_")), *args[2:])
         try:
@@ -264,7 +264,7 @@ def changed_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> list[to
     ``all_reduce(x)``."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _receives(func)
-    return [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
+    return [*(tensors_in(args[0]) if in_place and args else ()), *tensors_in(kwargs.get("out"))]
 
 
 def _receives(func: Callable[..., Any]) -> bool:
@@ -299,7 +299,7 @@ def _with_wholes(args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | No
     """The arguments of a call, with share tensors replaced by plain tensors; ``copies`` are those that are already
     gathered, by ``id`` of the share tensor."""
     gathered = copies or {}
-    dtypes = {t.dtype for t in _tensors((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
+    dtypes = {t.dtype for t in tensors_in((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
 
     def whole(share: ShareTensor) -> torch.Tensor:
         if id(share) in gathered:
@@ -307,18 +307,8 @@ def _with_wholes(args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | No
         compute: Callable[..., torch.Tensor] | None = getattr(share.live, "compute", None)
         return share.full_tensor() if compute is None else compute(share, dtypes)
 
-    plain: tuple[Any, Any] = tree_map_only(ShareTensor, whole, (args, kwargs))
+    plain: tuple[Any, Any] = replaced(ShareTensor, whole, (args, kwargs))
     return plain
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    return []
 
 
 def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
@@ -326,6 +316,6 @@ def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
     ranks, so the gradient must be averaged over ranks, which requires the gathered parameter."""
     if not torch.is_grad_enabled():
         return False
-    tensors = _tensors((args, kwargs))
+    tensors = tensors_in((args, kwargs))
     shares = [tensor for tensor in tensors if isinstance(tensor, ShareTensor)]
     return len(shares) < len(tensors) and any(share.requires_grad for share in shares)
