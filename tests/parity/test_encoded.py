@@ -266,7 +266,7 @@ def test_error_feedback_is_kept_where_something_is_lost() -> None:
     for on in (True, False):
         model = tw.shard(build(), plan("thinwire", wire={"error_feedback": on}))
         losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
-        assert any(lost.any() for lost in runtime(model).reducer.reductions.feedback.lost.values()) is on
+        assert any(lost.any() for lost in runtime(model).reducer.feedback.lost.values()) is on
 
 
 @on_ranks(4)
@@ -283,7 +283,7 @@ def test_error_feedback_follows_the_codec_of_each_reduction() -> None:
         assert idle_codecs(chosen) == ()
         model = tw.shard(build(), chosen)
         losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
-        lost = runtime(model).reducer.reductions.feedback.lost
+        lost = runtime(model).reducer.feedback.lost
         assert {key.partition("/")[0] for key, errors in lost.items() if errors.any()} == kept
 
 

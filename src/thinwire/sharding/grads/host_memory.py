@@ -66,7 +66,8 @@ class Ring:
 
 @dataclass
 class Staged:
-    """A batch of units in a slot: pairs of tensors where they live and in the slot.
+    """A batch of units in a slot: pairs of tensors where they live and in the slot. Slots of updates on the host are on
+    the host, and what they hold does not come up.
 
     Attributes:
         copies: What comes up from the host, and may go down again.

@@ -286,7 +286,8 @@ class UnitGradient:
         """
         if not self.seen:
             self._begin(last=last)
-        if grads is not None and self._copies is not None:
+        if grads is not None:
+            assert self._copies is not None  # they wait for each other there
             self._copies.whole = grads
         if not self._into_local and self._copies is not None:
             joined = self._copies.joined(self.topology.wire_dtype)

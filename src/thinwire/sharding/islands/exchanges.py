@@ -15,11 +15,12 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 
 
 class Ended(NamedTuple):
-    """What the end of a step has brought from other islands.
+    """What the end of a step, an entry or a last exchange has brought from other islands.
 
     Attributes:
         units: Numbers of the units with new masters.
-        step: Optimizer steps taken now: one more, unless a slow island goes on at the step of the others.
+        step: Optimizer steps taken now; the end of a step adds one, unless a slow island goes on at the step of the
+            others.
         fetched: Whether these masters are a state that was fetched from another island, of that step.
     """
 

@@ -43,7 +43,7 @@ class OtherIslands:
         meter: Counts the bytes.
 
     Attributes:
-        own: What this island says of itself, with the updates that it has made and its pace left out.
+        own: What this island says of itself, but for what changes from question to question.
 
     Raises:
         UsageError: On every rank, if the number, the address or the installation cannot be used.

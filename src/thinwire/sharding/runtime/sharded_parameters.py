@@ -149,7 +149,7 @@ class ShardedParameters:
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
-            self._gradients.trained.append((share, live.hooks))
+            self._gradients.shares.append((share, live.hooks))
         if is_packed(live.compute_tensor):  # a state dict has its scales beside its codes
             vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share

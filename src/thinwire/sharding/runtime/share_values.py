@@ -220,13 +220,14 @@ class ShareGradients:
         plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
-        self.trained: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+        # Trained parameters, each with the hooks that wait for its combined gradient.
+        self.shares: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
         self._norms: dict[float, dict[str, torch.Tensor]] = {}  # by order and name, until a gradient changes
 
     def after_backward(self) -> None:
         """Call the hooks that wait for combined gradients, after the step's last backward."""
         self.forget_norms()
-        for share, hooks in self.trained:
+        for share, hooks in self.shares:
             if hooks and share.grad is not None:
                 for hook in list(hooks.values()):
                     hook(share)
@@ -235,7 +236,7 @@ class ShareGradients:
         """Norm of the whole gradient without the loss scale; fp32, 0-D; on the device if ranks decide there, else on
         the CPU. Collective, after the step was closed."""
         total = torch.tensor(0.0)
-        if any(share.grad is not None for share, _ in self.trained):
+        if any(share.grad is not None for share, _ in self.shares):
             total = torch.linalg.vector_norm(torch.stack(list(self.norms(order).values())), order)
         norm = total / self._step_check.gradient_scale
         return norm if self._on_device else norm.cpu()
@@ -243,10 +244,10 @@ class ShareGradients:
     def norms(self, order: float) -> dict[str, torch.Tensor]:
         """Norms by the names of parameters that have gradients; fp32, 0-D. Collective, in one exchange."""
         if order not in self._norms:
-            grads = {share.spec.name: share.grad for share, _ in self.trained}
+            grads = {share.spec.name: share.grad for share, _ in self.shares}
             present = {name: grad for name, grad in grads.items() if grad is not None}
             partial = torch.stack([power_sum(grad.piece, order) for grad in present.values()])
-            first, _ = self.trained[0]
+            first, _ = self.shares[0]
             norms = from_power_sums(first.spec.holders.combined(partial), order).float().to(first.device)
             self._norms[order] = dict(zip(present, norms, strict=True))
         return self._norms[order]
