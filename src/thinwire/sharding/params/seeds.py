@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from thinwire.program import Axis, Lane, axis_index
@@ -13,10 +14,11 @@ _REDUCTION = 5
 """The kind of message that a reduction of gradients has in its seed; other kinds are numbers of lanes."""
 
 
+@dataclass
 class StepCounter:
     """Counts the optimizer steps that one model has taken. Its runtime writes the number; everything else reads it."""
 
-    taken = 0
+    taken: int = 0
 
 
 class Seeds:
