@@ -49,7 +49,7 @@ _STEPS: Final[list[Case]] = [
         (streams.test_every_end_of_a_step_orders_every_access, (name, own, _OTHERS))
         for name, own in (("zero3", True), ("zero1", True), ("zero3", False), ("ddp", True), ("thinwire", True))
     ),
-    (streams.test_loops_order_every_access, (("ddp", "zero1", "zero3"), "never", streams.LOOPS)),
+    *((streams.test_loops_order_every_access, (name, "never")) for name in ("ddp", "zero1", "zero3")),
     (streams.test_clipping_of_slices_orders_every_access, ()),
     (streams.test_presets_order_every_access, ()),
     (streams.test_reductions_under_input_gradients_order_every_access, ()),
