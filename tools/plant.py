@@ -294,12 +294,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the faults, and plant none")
     options = parser.parse_args()
     file, _, line = options.only.partition(":")
-    chosen = [each for each in plants() if each.file.startswith(file) and line in ("", str(each.line))]
+    faults = list(plants())
+    chosen = [each for each in faults if each.file.startswith(file) and line in ("", str(each.line))]
     if options.list:
         for each in chosen:
             print(f"{each.file}:{each.line}: {each.what}")
         return 0
     records = json.loads(RECORDS.read_text(encoding="utf-8")) if RECORDS.exists() else {}
+    records = {each.name: records[each.name] for each in faults if each.name in records}
     missed = 0
     table = Table("place", "fault", "noticed by", box=None)
     for each in chosen:

@@ -328,7 +328,7 @@ class _HostMemory:
 
     def __init__(self, streams_of: StreamsOf) -> None:
         self._streams_of = streams_of
-        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8), _nothing
+        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8, device="cpu"), _nothing
 
     @torch.no_grad()
     def copy(self, vectors: Mapping[str, ShardedVector]) -> dict[str, ShardedVector]:
@@ -363,7 +363,7 @@ class _HostMemory:
         if self._bytes.numel() == size:
             return
         self.free()  # before as much is allocated again
-        self._bytes = torch.empty(size, dtype=torch.uint8)
+        self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         found = (self._streams_of(chunk.device) for chunk in chunks)
         if (streams := next((each for each in found if each is not None), None)) is not None:
             self._unpin = streams.pin(self._bytes)
@@ -371,7 +371,7 @@ class _HostMemory:
     def free(self) -> None:
         """Give the memory back."""
         self._unpin()
-        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8), _nothing
+        self._bytes, self._unpin = torch.empty(0, dtype=torch.uint8, device="cpu"), _nothing
 
 
 def _end_of(vectors: Mapping[str, ShardedVector], streams_of: StreamsOf) -> Callable[[], None]:

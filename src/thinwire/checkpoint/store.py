@@ -192,7 +192,7 @@ class Opened:
         entry = self.manifest.vectors.get(key)
         if entry is None:
             raise CheckpointError(f"{self.directory}: {_missing_keys([key], self.manifest.vectors)}")
-        whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
+        whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32, device="cpu")
         for file in self.wanted({key: ShardedVector(entry.numel, (Chunk(0, whole),))}):
             file.fill_unchecked()
         return whole

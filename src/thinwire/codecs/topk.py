@@ -38,7 +38,7 @@ class TopK(Codec):
         code, place = unpack(codes, 2)[:total], unpack(places, 12)[:total]
         # Messages may lie at any address, at which fp32 cannot be read.
         scale = scales.clone().view(torch.float32)[: 2 * -(-numel // CHUNK)].view(-1, 2)
-        values, done, chunk = torch.zeros(numel, device=out.device), 0, 0
+        values, done, chunk = torch.zeros(numel, dtype=torch.float32, device=out.device), 0, 0
         for rows, count in self._chunks(values, numel):
             end = done + rows.shape[0] * count
             own = scale[chunk : chunk + rows.shape[0]]

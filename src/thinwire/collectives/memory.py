@@ -32,7 +32,7 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
         if block is None:
             block = torch.UntypedStorage(nbytes, device="cpu")
             kept.append(block)
-        return torch.empty(0, dtype=dtype).set_(block, 0, (numel,), (1,))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, (numel,), (1,))
 
 
 def release_memory() -> None:

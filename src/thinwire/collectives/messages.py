@@ -66,7 +66,7 @@ class Messages:
         if self._varies:
             # Only variable lengths are sent, so others need not be copied to a device.
             self._lengths = allocate(len(self._known), torch.int64, device)
-            self._lengths.copy_(torch.tensor(self._known, dtype=torch.int64))
+            self._lengths.copy_(torch.tensor(self._known, dtype=torch.int64, device="cpu"))
 
     # -- encoding and decoding ---------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def visible_mean(
 
     def exchanged(mine: torch.Tensor) -> list[torch.Tensor]:
         """The messages of all members, by member. Deltas are made on the host, and travel from the group's device."""
-        lengths = torch.full((group.size,), mine.numel(), dtype=torch.int64).to(device)
+        lengths = torch.full((group.size,), mine.numel(), dtype=torch.int64, device=device)
         group.hops[stage].gather(list(lengths.split(1)), Kind.ALL_GATHER)
         known = lengths.tolist()
         if not all(0 < length <= limit for length in known):

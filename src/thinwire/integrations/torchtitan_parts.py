@@ -139,7 +139,7 @@ class _Unset:
     def read(self, name: str, region: Region) -> torch.Tensor:
         """Zeros of the region's shape."""
         del name
-        return torch.zeros([part.stop - part.start for part in region])
+        return torch.zeros([part.stop - part.start for part in region], dtype=torch.float32, device="cpu")
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:

@@ -282,7 +282,7 @@ class CompressingGroup(PlainGroup):
         works = []
         sent = message.numel()
         if codec.spec.is_variable_length:
-            length = torch.tensor([sent])
+            length = torch.tensor([sent], device="cpu")
             works.append(self._counted(self._inner.send, [length], dst, tag + LENGTH_TAG))
             sent += length.nbytes
         works.append(self._counted(self._inner.send, [message], dst, tag + MESSAGE_TAG))
@@ -303,9 +303,9 @@ class CompressingGroup(PlainGroup):
 
     def _receive(self, tensor: torch.Tensor, src: int, tag: int, codec: Codec) -> dist.Work:
         """Receive an encoded message over the inner group, and decode it on a thread."""
-        room = torch.empty(codec.max_wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+        room = torch.empty(codec.max_wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cpu")
         if codec.spec.is_variable_length:
-            length = torch.empty(1, dtype=torch.int64)
+            length = torch.empty(1, dtype=torch.int64, device="cpu")
             first = self._counted(self._inner.recv, [length], src, tag + LENGTH_TAG)
         else:
             first = self._counted(self._inner.recv, [room], src, tag + MESSAGE_TAG)

@@ -82,8 +82,8 @@ def linked(samples: Iterable[Timed], nodes: int) -> list[list[int]]:
     limit = _threshold(sorted(scores.values()))
     if limit is None:
         return [list(range(nodes))]
-    faster = torch.zeros(nodes, nodes, dtype=torch.float64)
-    met = torch.zeros(nodes, nodes, dtype=torch.float64)
+    faster = torch.zeros(nodes, nodes, dtype=torch.float64, device="cpu")
+    met = torch.zeros(nodes, nodes, dtype=torch.float64, device="cpu")
     scale = statistics.median(abs(score - limit) for score in scores.values())
     for (one, other), score in scores.items():
         # One very fast or slow pair has no more votes than a typical one.
@@ -161,12 +161,12 @@ class _Fit:
 
     def __init__(self, samples: Sequence[Timed], nodes: int) -> None:
         self._nodes = nodes
-        pairs = torch.tensor([sample.pair for sample in samples])
+        pairs = torch.tensor([sample.pair for sample in samples], device="cpu")
         self._one, self._other = pairs[:, 0], pairs[:, 1]
         rounds = {number: index for index, number in enumerate(dict.fromkeys(sample.round for sample in samples))}
-        self._round = torch.tensor([rounds[sample.round] for sample in samples])
+        self._round = torch.tensor([rounds[sample.round] for sample in samples], device="cpu")
         self._num_rounds = len(rounds)
-        logs = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64).log()
+        logs = torch.tensor([sample.seconds for sample in samples], dtype=torch.float64, device="cpu").log()
         self._logs = logs.clamp(max=float(logs.median()) + math.log(OUTLIER))
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Fit:
         return [number for number in sorted({*used, unused}) if number != groups[node]]
 
     def _criterion(self, groups: Sequence[int]) -> float:
-        group_of = torch.tensor(groups)
+        group_of = torch.tensor(groups, device="cpu")
         one, other = group_of[self._one], group_of[self._other]
         crosses = one != other
         width = self._nodes + 1

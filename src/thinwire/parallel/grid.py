@@ -164,7 +164,7 @@ class Grid:
         Raises:
             UsageError: The plan has a codec for an axis that does not support the device.
         """
-        ranks = self.island_ranks[0] + torch.arange(self.of_island).view(self.pp, self.dp, self.tp)
+        ranks = self.island_ranks[0] + torch.arange(self.of_island, device="cpu").view(self.pp, self.dp, self.tp)
         axes = {
             "pp": ranks[:, self.data, self.tensor],
             "dp": ranks[self.stage, :, self.tensor],

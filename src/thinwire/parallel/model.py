@@ -112,7 +112,7 @@ class ParallelModel:
             scale = self._loss_scale
             if self._pipeline is not None:
                 return self._pipeline.step(*_on_device(batches, self._device), scale)
-            total = torch.zeros((), device=self._device)
+            total = torch.zeros((), dtype=torch.float32, device=self._device)
             tokens = zip(*(part.chunk(len(batches)) for part in _on_device(batches, self._device)), strict=True)
             runtimes = [runtime_of(chunk) for chunk in self.chunks]
             for ids, labels in api.micro_batches_of(runtimes, list(tokens)):
@@ -303,7 +303,7 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
     apart = sum(squares) - common
     if whole is not None:
         apart = whole.all_reduce_mean([apart])[0] * whole.size
-    return torch.tensor(common + apart, dtype=torch.float64).sqrt()
+    return torch.tensor(common + apart, dtype=torch.float64, device="cpu").sqrt()
 
 
 def parallelize(

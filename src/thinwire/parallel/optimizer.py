@@ -46,7 +46,7 @@ class ParallelOptimizer:
             return
         if self.parts[0].skip_nonfinite and not self._is_finite():
             for part in self.parts:
-                part.step_check.spoil(torch.tensor(math.nan))
+                part.step_check.spoil(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
         updated = [part.update() for part in self.parts]
         if self.loss_scale is not None:
             adjust(self.loss_scale, [part.reducer for part in self.parts], finite=all(updated))

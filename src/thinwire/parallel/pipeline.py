@@ -81,7 +81,7 @@ class Pipeline:
         last = {"target": labels, "losses": losses} if self.holds_last else {}
         run(*first, return_outputs=False, **last)  # otherwise, it would keep all logits of the step
         if not losses:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), dtype=torch.float32, device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
 
     def _schedule(self, count: int, sequences: int, tokens: int, *, training: bool) -> Any:

@@ -34,7 +34,7 @@ def measure_codec(
     generator = torch.Generator().manual_seed(0)
 
     def values() -> torch.Tensor:
-        return torch.randn(numel, generator=generator).to(device, _DTYPES[dtype])
+        return torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(device, _DTYPES[dtype])
 
     def encode() -> Call:
         source = values()
@@ -47,7 +47,7 @@ def measure_codec(
         return lambda: codec.decode(message, numel, out.dtype, out=out)
 
     def feedback() -> Call:
-        source, lost = values(), torch.zeros(numel, device=device)
+        source, lost = values(), torch.zeros(numel, dtype=torch.float32, device=device)
         room = torch.empty(codec.max_wire_bytes(numel, torch.float32), dtype=torch.uint8, device=device)
         return lambda: codec.encode_feedback(source, lost, gain=0.1, seed=seed, out=room)
 

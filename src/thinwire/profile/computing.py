@@ -140,7 +140,7 @@ def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Ten
             if piece.part != "plain":
                 assert parameter.grad is not None
                 if parameter not in sums:
-                    sums[parameter] = torch.zeros(parameter.shape, device=device)
+                    sums[parameter] = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
                 sums[parameter].add_(parameter.grad)
             parameter.grad = None
 
@@ -150,7 +150,7 @@ def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Ten
 def measure_update(control: Control, device: torch.device) -> float:
     """Seconds of AdamW per element of a shard, including the rounding to bf16."""
     numel = 1 << 22
-    master = nn.Parameter(torch.zeros(numel, device=device))
+    master = nn.Parameter(torch.zeros(numel, dtype=torch.float32, device=device))
     master.grad = torch.zeros_like(master)
     rounded = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     optimizer = torch.optim.AdamW([master], fused=True)
@@ -165,7 +165,7 @@ def measure_update(control: Control, device: torch.device) -> float:
 def measure_host_copies(control: Control, device: torch.device) -> tuple[float, float]:
     """Seconds per byte of copies from the host's memory to the device, and back, while all ranks of a node copy."""
     nbytes = 32 << 20
-    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda", device="cpu")
     there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     copies = (partial(there.copy_, host, non_blocking=True), partial(host.copy_, there, non_blocking=True))
@@ -178,7 +178,7 @@ def measure_touch(control: Control, device: torch.device) -> float:
     numel = 1 << 20
 
     def make() -> Call:
-        source = torch.zeros(numel, device=device)
+        source = torch.zeros(numel, dtype=torch.float32, device=device)
         target = torch.zeros(numel, dtype=torch.bfloat16, device=device)
         return lambda: target.copy_(source)
 

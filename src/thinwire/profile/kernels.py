@@ -112,8 +112,8 @@ def _body(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> tuple
 
 
 def _matmul(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
-    left = torch.randn(shape.rows, shape.depth, device=device).to(dtype)
-    right = torch.randn(shape.columns, shape.depth, device=device).to(dtype)
+    left = torch.randn(shape.rows, shape.depth, dtype=torch.float32, device=device).to(dtype)
+    right = torch.randn(shape.columns, shape.depth, dtype=torch.float32, device=device).to(dtype)
     out = torch.empty(shape.rows, shape.columns, device=device, dtype=dtype)
     return lambda: torch.matmul(left, right.T, out=out)
 
@@ -122,7 +122,9 @@ def _attention(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> 
     backward = shape.kernel == "attention_backward"
     heads = max(1, shape.heads)
     size = max(1, shape.rows // shape.depth), heads, shape.depth, shape.columns // heads
-    query, key, value = (torch.randn(size, device=device).to(dtype).requires_grad_(backward) for _ in range(3))
+    query, key, value = (
+        torch.randn(size, dtype=torch.float32, device=device).to(dtype).requires_grad_(backward) for _ in range(3)
+    )
 
     def forward() -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -141,9 +143,11 @@ def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -
     tokens = max(1, shape.rows // (_COUNTED * width))
     seq = min(tokens, shape.depth)
     size = max(1, tokens // seq), seq, width
-    stream, vector, up, gate, added = (torch.randn(size, device=device).to(dtype).requires_grad_() for _ in range(5))
+    stream, vector, up, gate, added = (
+        torch.randn(size, dtype=torch.float32, device=device).to(dtype).requires_grad_() for _ in range(5)
+    )
     weight = torch.ones(width, device=device, dtype=dtype, requires_grad=True)
-    cos, sin = (torch.randn(seq, width // heads, device=device).to(dtype) for _ in range(2))
+    cos, sin = (torch.randn(seq, width // heads, dtype=torch.float32, device=device).to(dtype) for _ in range(2))
 
     def forward() -> tuple[Tensor, ...]:
         turned = vector.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -157,12 +161,12 @@ def _elementwise(shape: KernelShape, device: torch.device, dtype: torch.dtype) -
 
 def _update(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
     del dtype  # optimizers compute in fp32
-    master = torch.nn.Parameter(torch.zeros(shape.rows, device=device))
+    master = torch.nn.Parameter(torch.zeros(shape.rows, dtype=torch.float32, device=device))
     master.grad = torch.zeros_like(master)
     return torch.optim.AdamW([master], fused=True).step
 
 
 def _copy(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> Call:
-    source = torch.zeros(shape.rows, device=device)
+    source = torch.zeros(shape.rows, dtype=torch.float32, device=device)
     target = torch.zeros(shape.rows, device=device, dtype=dtype)
     return lambda: target.copy_(source)

@@ -92,7 +92,9 @@ def check_codec(
     for name in encodable_dtypes(spec):
         for numel in _NUMELS:
             generator = torch.Generator().manual_seed(numel)
-            x = torch.randn(numel, generator=generator).to(device, getattr(torch, name))
+            x = torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu").to(
+                device, getattr(torch, name)
+            )
             case = _Case(instance, x, None if spec.is_lossless else max_error)
             _check_messages(case)
             _check_memory(case)
@@ -196,9 +198,9 @@ def _broken(wire: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
     yield torch.zeros_like(wire)
     yield torch.full_like(wire, 0xFF)
     for _ in range(4):
-        yield torch.randint(0, 256, wire.shape, generator=generator, dtype=torch.uint8).to(wire.device)
+        yield torch.randint(0, 256, wire.shape, generator=generator, dtype=torch.uint8, device="cpu").to(wire.device)
         flipped = wire.clone()
-        flipped[torch.randint(0, wire.numel(), (3,), generator=generator)] ^= 0x81
+        flipped[torch.randint(0, wire.numel(), (3,), generator=generator, device="cpu")] ^= 0x81
         yield flipped
 
 

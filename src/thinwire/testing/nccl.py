@@ -165,7 +165,7 @@ class NcclDouble:
             self._links.receive(header, source)
             self._compare(header, expected, source)
             self._links.receive(tensor, source)
-            self._post(torch.ones(1, dtype=torch.uint8), source)
+            self._post(torch.ones(1, dtype=torch.uint8, device="cpu"), source)
 
         return self._issue_message([], [tensor], body, source)
 
@@ -228,7 +228,7 @@ class NcclDouble:
         unreceived, self._unreceived = self._unreceived, []
         for receiver, number in unreceived:
             try:
-                self._links.receive(torch.empty(1, dtype=torch.uint8), receiver)
+                self._links.receive(torch.empty(1, dtype=torch.uint8, device="cpu"), receiver)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"communicator {self._name}: rank {self._ranks[receiver]} has not received message {number} of "
@@ -260,7 +260,7 @@ class NcclDouble:
 
 def _header(kind: str, piece: torch.Tensor, number: int) -> torch.Tensor:
     """What members compare of a call."""
-    return torch.tensor([number, _KINDS.index(kind), _DTYPES[piece.dtype], piece.numel()])
+    return torch.tensor([number, _KINDS.index(kind), _DTYPES[piece.dtype], piece.numel()], device="cpu")
 
 
 def compare_issues(logs: Sequence[Sequence[Issue]]) -> list[str]:

@@ -266,7 +266,7 @@ class Subscriber:
                 raise WireError(f"an anchor holds {ends.total()} of {math.prod(first.shape)} values of {name}")
             kept = self._tensors.get(name)
             if kept is None or not _is_of(kept, first):
-                kept = torch.empty(first.shape, dtype=first.kind)
+                kept = torch.empty(first.shape, dtype=first.kind, device="cpu")
             tensors[name] = kept
         return tensors
 

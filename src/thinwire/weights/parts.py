@@ -221,7 +221,11 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
         WireError: It was made against other values, or is damaged.
     """
     kind: torch.dtype = getattr(torch, dtype)
-    raw = torch.frombuffer(bytearray(message), dtype=torch.uint8) if len(message) else torch.empty(0, dtype=torch.uint8)
+    raw = (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if len(message)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     if old is None and kind is torch.bfloat16 and 0 < numel <= len(message):
         return codecs.get(_ANCHOR).decode(raw, numel, kind)
     if old is None or kind not in NUMBERS:

@@ -105,7 +105,7 @@ def _gpu() -> Check:
     names = []
     for index in range(torch.cuda.device_count()):
         try:
-            ones = torch.ones(64, 64, device=torch.device("cuda", index))
+            ones = torch.ones(64, 64, dtype=torch.float32, device=torch.device("cuda", index))
             (ones @ ones).sum().item()
         except RuntimeError as error:
             result = f"device {index} ({torch.cuda.get_device_name(index)}) does not compute: {_line(error)}"
@@ -182,7 +182,7 @@ def _codecs(name: str, backend: str, device: str, use: str) -> Check:
         from thinwire.codecs import get
 
         codec = get("int8:256", backend=backend)
-        x = torch.linspace(-1, 1, 4096, device=device)
+        x = torch.linspace(-1, 1, 4096, dtype=torch.float32, device=device)
         wire = codec.encode(x)
         error = float((codec.decode(wire, x.numel(), x.dtype) - x).abs().max())
         if error > 1 / 100:

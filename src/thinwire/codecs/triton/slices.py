@@ -44,7 +44,7 @@ def _table(bounds: tuple[tuple[int, int], ...], unit: int, device: torch.device)
     """Starts and lengths of slices on the device. They are cached, because a training loop uses the same slices in
     every step, and should not copy them to the device each time. None is ever given back: its memory would go to the
     stream that made it, while a kernel of another stream may still read it."""
-    return torch.tensor([[start // unit, stop - start] for start, stop in bounds], dtype=torch.int64).to(device)
+    return torch.tensor([[start // unit, stop - start] for start, stop in bounds], dtype=torch.int64, device=device)
 
 
 # ------------------------------------------------------------------------------------------------------ device

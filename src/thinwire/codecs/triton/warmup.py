@@ -52,7 +52,7 @@ def warm_up(
 
 def _run(codec: Codec, targets: list[Codec], x: torch.Tensor, count: int) -> None:
     """Encode and decode ``count`` slices of ``x`` in all forms."""
-    dtype, fp32 = x.dtype, torch.zeros(x.numel(), device=x.device)
+    dtype, fp32 = x.dtype, torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
     first = x[:NUMEL]
     wires = codec.encode_slices(x, [(i * NUMEL, (i + 1) * NUMEL) for i in range(count)], seed=1)
     wire = codec.encode(first, seed=1)
@@ -72,7 +72,7 @@ def _run(codec: Codec, targets: list[Codec], x: torch.Tensor, count: int) -> Non
 
 def _run_feedback(codec: Codec, x: torch.Tensor, count: int, gain: float) -> None:
     """Encode ``count`` slices of ``x`` with error feedback, at regular distances and not."""
-    lost = torch.zeros(x.numel(), device=x.device)
+    lost = torch.zeros(x.numel(), dtype=torch.float32, device=x.device)
     slices = [(i * NUMEL, (i + 1) * NUMEL) for i in range(count)]
     codec.encode_slices_feedback(x, slices, lost, gain=gain, seed=1)
     codec.encode_slices_feedback(x, [(0, NUMEL), (0, 0)], lost, gain=gain, seed=1)

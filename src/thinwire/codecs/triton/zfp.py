@@ -136,7 +136,7 @@ def _pair_code(significant: int, pair: int) -> int:
 def _plane_pairs(device: torch.device) -> Tensor:
     """Codes of all pairs of planes for zero, one, two, and more significant values."""
     codes = [_pair_code(significant, pair) for significant in range(4) for pair in range(256)]
-    return torch.tensor(codes, dtype=torch.int32).to(device)
+    return torch.tensor(codes, dtype=torch.int32, device=device)
 
 
 _PLACES = [
@@ -183,7 +183,7 @@ def _windows(last: int, device: torch.device) -> Tensor:
     windows."""
     entries = [_window(place, window, 8, ends=False) for place in range(len(_PLACES)) for window in range(256)]
     entries += [_window(place, window, last, ends=True) for place in range(len(_PLACES)) for window in range(256)]
-    return torch.tensor(entries).to(device)
+    return torch.tensor(entries, device=device)
 
 
 # ------------------------------------------------------------------------------------------------------ device

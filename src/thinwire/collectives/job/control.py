@@ -67,15 +67,17 @@ class Control:
         if self.process_group is None:
             return [message]
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        lengths = torch.empty(self.size, dtype=torch.int64)
+        lengths = torch.empty(self.size, dtype=torch.int64, device="cpu")
         with self._doing("all_gather"):
-            dist.all_gather(list(lengths.split(1)), torch.tensor([mine.numel()]), group=self.process_group)
+            dist.all_gather(
+                list(lengths.split(1)), torch.tensor([mine.numel()], device="cpu"), group=self.process_group
+            )
             longest = int(lengths.max())
             if not 0 < int(lengths.min()) <= longest <= _LONGEST_MESSAGE:
                 raise CollectiveError(f"a rank announces {longest} bytes; at most {_LONGEST_MESSAGE} are sent")
-            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
             padded[: mine.numel()] = mine
-            messages = torch.empty(self.size, longest, dtype=torch.uint8)
+            messages = torch.empty(self.size, longest, dtype=torch.uint8, device="cpu")
             dist.all_gather(list(messages), padded, group=self.process_group)
         return [row[:length].numpy().tobytes() for row, length in zip(messages, lengths.tolist(), strict=True)]
 
@@ -113,7 +115,7 @@ class Control:
 
     def all_reduce_mean(self, values: Sequence[float]) -> list[float]:
         """Mean over ranks of each value, in float64."""
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         if self.process_group is not None:
             with self._doing("all_reduce"):
                 dist.all_reduce(total, group=self.process_group)

@@ -169,5 +169,5 @@ def close_connections(group: Any, index: int, size: int) -> None:
     offer. So this waits a millisecond for a message that nobody sends.
     """
     with contextlib.suppress(RuntimeError):
-        work = group.recv([torch.empty(1, dtype=torch.uint8)], (index + 1) % size, MAX_TAG - 1)
+        work = group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], (index + 1) % size, MAX_TAG - 1)
         work.wait(datetime.timedelta(milliseconds=1))

@@ -51,7 +51,7 @@ def decoded(value: Any) -> Any:
         return float(content)
     if kind == "tensor":
         dtype, shape, values = content
-        return torch.tensor(decoded(values), dtype=getattr(torch, dtype)).reshape(shape)
+        return torch.tensor(decoded(values), dtype=getattr(torch, dtype), device="cpu").reshape(shape)
     if kind == "tuple":
         return tuple(decoded(item) for item in content)
     return {decoded(key): decoded(item) for key, item in content}

@@ -277,7 +277,7 @@ class _Loading:
         for number in stored:
             name = of_part(f"{key}/{number}", part)
             sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
-            wanted[number] = torch.zeros(sizes[rank], device=self._sharded.device)
+            wanted[number] = torch.zeros(sizes[rank], dtype=torch.float32, device=self._sharded.device)
             vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
         return wanted
 

@@ -149,7 +149,7 @@ class _Gathering:
 
     def _announce(self, number: int) -> int:
         """The number that the first rank says."""
-        told = torch.tensor(number)
+        told = torch.tensor(number, device="cpu")
         self._ranks.broadcast(told)
         return int(told)
 

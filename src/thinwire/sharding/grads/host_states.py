@@ -42,7 +42,7 @@ class _Stored:
     masters: list[FlatBuffer]
     fragments: list[OwnedFragment]
     tensors: list[torch.Tensor] = field(default_factory=list)
-    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     gradients: list[HostAccumulator] = field(default_factory=list)
 
     @property

@@ -110,7 +110,7 @@ class ErrorFeedback:
         key = f"{what}/{'-'.join(str(part.unit) for part in bucket.gradients)}"
         lost = self.lost.get(key)
         if lost is None or lost.numel() != sum(numels):
-            lost = self.lost[key] = torch.zeros(sum(numels), device=bucket.chunks[0].device)
+            lost = self.lost[key] = torch.zeros(sum(numels), dtype=torch.float32, device=bucket.chunks[0].device)
         if not numels[number]:
             return None
         begin = sum(numels[:number])

@@ -93,7 +93,7 @@ class PartState:
         """Gather the values of the outer step inside the island; nothing, if no other rank of it owns the shares."""
         if self._replicas is None:
             return Moves()
-        self._values = values = torch.empty(self.part.length, device=self.anchor.device)
+        self._values = values = torch.empty(self.part.length, dtype=torch.float32, device=self.anchor.device)
 
         def place() -> None:
             values[self._piece].copy_(self.anchor)
@@ -135,7 +135,7 @@ class PartState:
 
     def _packed(self) -> torch.Tensor:
         """The masters, end to end and padded, ``[length]``."""
-        vector = torch.zeros(self.part.length, device=self._device)
+        vector = torch.zeros(self.part.length, dtype=torch.float32, device=self._device)
         begin = 0
         for master in self._masters:
             vector[begin : begin + master.numel()].copy_(master)
@@ -163,7 +163,7 @@ def _sized(lost: torch.Tensor | None, numel: int, like: torch.Tensor, *, keeps: 
     those of its piece of the mean belong to other elements then, and are given up."""
     if not numel or (lost is not None and lost.numel() == numel):
         return lost
-    sized = torch.zeros(numel, device=like.device)
+    sized = torch.zeros(numel, dtype=torch.float32, device=like.device)
     if lost is not None and keeps:
         kept = min(numel, lost.numel())
         sized[:kept].copy_(lost[:kept])

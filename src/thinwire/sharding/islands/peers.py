@@ -60,7 +60,7 @@ class PeerAxis(AxisGroup):
 
     def gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
         """Numbers of all members, in their order; each gives as many."""
-        pieces = [torch.tensor(mine, dtype=torch.int64) for _ in range(self.size)]
+        pieces = [torch.tensor(mine, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         if self._links is not None:
             self._links.gather(pieces)
         return [piece.tolist() for piece in pieces]

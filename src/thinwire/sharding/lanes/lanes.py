@@ -146,7 +146,7 @@ class Lanes:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Memory of the host from which and to which the device copies beside the host, ``[nbytes]``, of bytes."""
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._streams is not None:
             self._locked.append((memory, self._streams.pin(memory)))
         return memory

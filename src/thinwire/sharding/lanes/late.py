@@ -20,7 +20,7 @@ def read_later(value: torch.Tensor) -> Callable[[], float]:
         number = float(value)
         return lambda: number
     pinned = value.device.type == "cuda"  # the host waits for copies to other memory
-    copy = torch.empty((), dtype=value.dtype, pin_memory=pinned)
+    copy = torch.empty((), dtype=value.dtype, pin_memory=pinned, device="cpu")
     streams.send(value.detach(), copy)
     arrived = streams.event()
     arrived.record(streams.current())

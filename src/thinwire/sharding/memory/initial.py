@@ -148,7 +148,7 @@ def read_shard(
     """Read a P shard of a flat buffer: ``[layout.shard_numel]`` on the CPU, in fp32 or the buffer's dtype if it is not
     floating-point. Padding is zero. ``slices`` are those of the parameters that tensor parallelism cuts, by name."""
     dtype = torch.float32 if layout.dtype.is_floating_point else layout.dtype
-    shard_values = torch.zeros(layout.shard_numel, dtype=dtype)
+    shard_values = torch.zeros(layout.shard_numel, dtype=dtype, device="cpu")
     for slot, offset, run in layout.pieces(shard):
         place = shard_values[run.start : run.start + run.length]
         read_elements(values, slot.name, slot.shape, slices.get(slot.name), offset, place)

@@ -59,7 +59,9 @@ class _Place(NamedTuple):
 
     def within(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor in other memory."""
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
 
 
 _Memory = dict[int, torch.UntypedStorage]

@@ -123,7 +123,7 @@ def rebuilt(wrapper: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> to
 def _is_copied(dtype: torch.dtype) -> bool:
     """Whether torch fills and copies tensors of a dtype; those of less than a byte are shells."""
     try:
-        torch.empty(1, dtype=dtype).fill_(0).clone()
+        torch.empty(1, dtype=dtype, device="cpu").fill_(0).clone()
     except NotImplementedError:
         return False
     return True

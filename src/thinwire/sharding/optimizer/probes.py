@@ -32,7 +32,10 @@ def refuse_per_tensor(
         UsageError: The optimizer needs whole tensors, or fails by itself.
     """
     with _seeded(device):
-        start, grads = torch.randn(8, 6).to(device), torch.randn(2, 8, 6).to(device)
+        start, grads = (
+            torch.randn(8, 6, dtype=torch.float32, device="cpu").to(device),
+            torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
+        )
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
     try:
@@ -89,7 +92,10 @@ def refuse_unlike_ranks(
         """The first of two parameters after two updates; ``None`` if the optimizer refuses the trial. ``seed`` is that
         of the numbers it may draw, and ``other`` a factor for the gradients of the second parameter."""
         with _seeded(device):
-            start, grads = torch.randn(2, 8, 6).to(device), torch.randn(2, 2, 8, 6).to(device)
+            start, grads = (
+                torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
+                torch.randn(2, 2, 8, 6, dtype=torch.float32, device="cpu").to(device),
+            )
             pair = [nn.Parameter(part.clone()) for part in start]
             _seed(device, seed)
             try:
@@ -118,7 +124,10 @@ def updates_in_parts(
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
     hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
     with _seeded(device):
-        start, grads = torch.randn(2, 8, 6).to(device), torch.randn(3, 2, 8, 6).to(device)
+        start, grads = (
+            torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
+            torch.randn(3, 2, 8, 6, dtype=torch.float32, device="cpu").to(device),
+        )
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
@@ -158,7 +167,7 @@ def _kept_of_one(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
 ) -> list[Any] | None:
     """What an optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
-    parameter = nn.Parameter(torch.ones(_ONE, device=device))
+    parameter = nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
     try:
         optimizer = _tried(optimizer_class, options, [parameter], [[torch.ones_like(parameter)]])
     except _REFUSALS:

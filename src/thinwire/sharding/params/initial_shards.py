@@ -57,7 +57,7 @@ class InitialShards:
                 return read_shard(layout, self._shard, self._values, self._slices)
             except ThinwireError as error:
                 self._problem = error  # agree() raises it, because the other ranks continue until then
-        return torch.zeros(layout.shard_numel, dtype=layout.dtype)
+        return torch.zeros(layout.shard_numel, dtype=layout.dtype, device="cpu")
 
     def agree(self, control: Control) -> None:
         """Raise on every rank if any rank could not read its values.

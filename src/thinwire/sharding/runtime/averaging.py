@@ -127,6 +127,7 @@ def average(model: nn.Module, *, decay: float | None = None, window: int | None 
     return average_of([runtime_of(model)], decay=decay, window=window)
 
 
+@torch.inference_mode(False)  # its memory is there to be written to
 def average_of(runtimes: Sequence[Runtime], *, decay: float | None = None, window: int | None = None) -> Average:
     """The same for the runtimes of a model's parts."""
     if (decay is None) == (window is None):

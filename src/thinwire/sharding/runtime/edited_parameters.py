@@ -60,7 +60,9 @@ class Written:
         piece = share.spec.cut(compute.detach())
         original = self._original(share, unit)
         if original.data_ptr() == piece.data_ptr():
-            changed = torch.full((piece.numel(),), counted)  # the piece is the master, which has no other copy
+            changed = torch.full(
+                (piece.numel(),), counted, device=piece.device
+            )  # the piece is the master, which has no other copy
         else:
             changed = (piece != original) & ~(piece.isnan() & original.isnan())
         return changed if counted or bool(changed.any()) else None

@@ -235,7 +235,7 @@ class ShareGradients:
     def norm(self, order: float) -> torch.Tensor:
         """Norm of the whole gradient without the loss scale; fp32, 0-D; on the device if ranks decide there, else on
         the CPU. Collective, after the step was closed."""
-        total = torch.tensor(0.0)
+        total = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         if any(share.grad is not None for share, _ in self.shares):
             total = torch.linalg.vector_norm(torch.stack(list(self.norms(order).values())), order)
         norm = total / self._step_check.gradient_scale

@@ -51,13 +51,13 @@ class ModelHolders(Holders):
         everyones = self._table
         # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
-        whole = torch.zeros(sum(sizes), dtype=piece.dtype)
+        whole = torch.zeros(sum(sizes), dtype=piece.dtype, device="cpu")
         begin = sum(sizes[: self._group.index])
         if self._speaks and piece.numel():
             whole[begin : begin + piece.numel()].copy_(piece)
         all_gather(self._group, whole, sizes).perform()
         total = sum(spans[name][1] for speaks, spans in everyones if speaks)
-        result = torch.empty(total, dtype=piece.dtype)
+        result = torch.empty(total, dtype=piece.dtype, device="cpu")
         begin = 0
         for size, (speaks, spans) in zip(sizes, everyones, strict=True):
             offset, length = spans[name]

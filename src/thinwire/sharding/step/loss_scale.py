@@ -187,4 +187,4 @@ def _nothing_to_await() -> None:
 
 def _rounded(value: float) -> float:
     """A scale as fp32 holds it, like that of torch's ``GradScaler``; infinity beyond the range of fp32."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))

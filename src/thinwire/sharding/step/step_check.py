@@ -29,7 +29,7 @@ _UNFINISHED: Final = 1
 _WRITTEN: Final = 2
 """Flag of a rank on which a forward wrote to parameters."""
 
-_UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64)
+_UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64, device="cpu")
 """The norm before it is measured."""
 
 _NUM_FLAGS: Final = 2
@@ -168,7 +168,9 @@ class GradientNorm:
         if world is not None:
             return gather_rows(world, mine.view(1)).sum().sqrt()
         everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
-        return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64).sqrt()
+        return torch.tensor(
+            sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64, device="cpu"
+        ).sqrt()
 
     def _norms_of_units(self) -> list[torch.Tensor]:
         norms, gradients = [], self._reducer.gradients

@@ -232,7 +232,9 @@ def _reduction(
         if not share.spec.shape.numel():
             raise NeedsWhole
         piece = share.piece.detach()
-        partial = reduce(piece).double().cpu() if piece.numel() else torch.tensor(neutral, dtype=torch.float64)
+        partial = (
+            reduce(piece).double().cpu() if piece.numel() else torch.tensor(neutral, dtype=torch.float64, device="cpu")
+        )
         value = combine(share.spec.holders.combined(partial.reshape(1)))
         dtype = bound.get("dtype") or result or share.dtype
         if reduce is _wide_sum and not dtype.is_floating_point:
@@ -256,7 +258,7 @@ def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return False
     spec = _common_cut(cls, args)
     left, right = (each.piece if isinstance(each, cls) else spec.cut(each) for each in args)
-    same = torch.tensor([float(torch.equal(left, right))], dtype=torch.float64)
+    same = torch.tensor([float(torch.equal(left, right))], dtype=torch.float64, device="cpu")
     return bool(spec.holders.combined(same).amin() > 0)
 
 

@@ -150,6 +150,9 @@ class ShareTensor(torch.Tensor):
             # not combined.
             args, kwargs = replaced(ShareTensor, _computed, (args, kwargs))
             return func(*args, **kwargs)
+        if func is torch.Tensor.detach and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # torch has no such detach() for subclasses; state_dict() calls it
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if "out" in kwargs:
             _before_update(tensors_in(kwargs["out"]))

@@ -161,7 +161,7 @@ def _write(
 ) -> list[_Written]:
     entries = []
     for tensor in layout.tensors:
-        stand_in = torch.empty(layout.shapes[tensor.source], device="meta")
+        stand_in = torch.empty(layout.shapes[tensor.source], dtype=torch.float32, device="meta")
         entries.append(TensorEntry(tensor.name, dtype, tensor.make(stand_in).shape))
     shards = list(_dealt(entries, max_shard_bytes))
     tensors = {tensor.name: tensor for tensor in layout.tensors}

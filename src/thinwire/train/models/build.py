@@ -40,7 +40,9 @@ class DraftedModel:
         place_model(self.model, torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
             region = tuple(slice(0, size) for size in parameter.shape)
-            parameter.data = torch.empty(parameter.shape).copy_(self.values.read(name, region))
+            parameter.data = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").copy_(
+                self.values.read(name, region)
+            )
         return self.model
 
 

@@ -61,7 +61,12 @@ class DrawnValues:
     def read(self, name: str, region: Region) -> Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         if name not in self._places:
-            return torch.full([part.stop - part.start for part in region], float(name in self._ones))
+            return torch.full(
+                [part.stop - part.start for part in region],
+                float(name in self._ones),
+                dtype=torch.float32,
+                device="cpu",
+            )
         return self._drawn.of(name, self._draw)[region]
 
     def _draw(self, name: str) -> Tensor:
@@ -72,7 +77,7 @@ class DrawnValues:
         generator.set_state(self._states[start])
         for index in range(start, place + 1):
             _, shape, std = self._draws[index]
-            value = nn.init.normal_(torch.empty(shape), std=std, generator=generator)
+            value = nn.init.normal_(torch.empty(shape, dtype=torch.float32, device="cpu"), std=std, generator=generator)
             if index + 1 == len(self._states):
                 self._states.append(generator.get_state())
         return value
@@ -117,7 +122,7 @@ class InitializedValues:
         members = {id(parameter): name for name, parameter in self._blocks[block].items()}
         real = {}  # until a value is set, it is NaN
         for name, parameter in self._blocks[block].items():
-            unset = torch.full(parameter.shape, math.nan, dtype=parameter.dtype)
+            unset = torch.full(parameter.shape, math.nan, dtype=parameter.dtype, device="cpu")
             real[name] = nn.Parameter(unset, requires_grad=parameter.requires_grad)
         ancestors = [".".join(block.split(".")[:depth]) for depth in range(block.count(".") + 1)] if block else []
         root = self._skeleton.get_submodule(block)

@@ -91,7 +91,7 @@ class LoadedValues:
             if len(sources) == 1:
                 return value
             if whole is None:
-                whole = torch.empty([part.stop - part.start for part in region], dtype=value.dtype)
+                whole = torch.empty([part.stop - part.start for part in region], dtype=value.dtype, device="cpu")
             place = whole[there]
             place.copy_(value.view(place.shape))
         assert whole is not None, "the tensors cover the parameter"

@@ -59,7 +59,7 @@ def file_tensors(model: Any) -> list[FileTensor]:
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     shapes |= {name: tuple(b.shape) for name, b in persistent_buffers(model).items()}
-    stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    stand_ins = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
     parts = []
     for name, tensor in _as_stored(model, stand_ins).items():
