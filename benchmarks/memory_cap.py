@@ -34,7 +34,7 @@ SEQ = 128
 
 def data_bytes() -> int:
     """Bytes of this process that RLIMIT_DATA counts."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
 
 
@@ -71,7 +71,7 @@ def rank(options: argparse.Namespace) -> None:
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
         outcome = {"out_of_memory": str(error).splitlines()[0]}
-    Path(options.out, f"{os.environ['RANK']}.json").write_text(json.dumps(outcome))
+    Path(options.out, f"{os.environ['RANK']}.json").write_text(json.dumps(outcome), encoding="utf-8")
     os._exit(0 if "bytes" in outcome else 3)  # other ranks must not wait for one that ran out of memory
 
 

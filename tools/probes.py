@@ -134,7 +134,11 @@ def planned(source: Path, results: Any) -> None:
     use(source)
     from thinwire.cli.main import app
 
-    with visiting(source) as of_plan, Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with (
+        visiting(source) as of_plan,
+        Path(os.devnull).open("w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
         app(["plan", *PLAN], standalone_mode=False)
     results.put({"plan": of_plan.functions(source)})
 

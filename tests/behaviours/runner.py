@@ -173,7 +173,7 @@ def _perform(names: Sequence[str], preset: str, folder: str, references: bytes) 
 
 
 def _expire(path: Path) -> None:
-    path.write_text(json.dumps(("hung", f"no end after {LIMIT:.0f} s")))
+    path.write_text(json.dumps(("hung", f"no end after {LIMIT:.0f} s")), encoding="utf-8")
     os._exit(17)
 
 

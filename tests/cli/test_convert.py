@@ -63,7 +63,7 @@ def test_a_recipe_without_a_plan_file_holds_the_plan(config: Path, tmp_path: Pat
 
 
 def test_nothing_is_written_where_a_key_is_refused(config: Path, tmp_path: Path) -> None:
-    config.write_text(json.dumps({**CONFIG, "amp": {"enabled": True}}))
+    config.write_text(json.dumps({**CONFIG, "amp": {"enabled": True}}), encoding="utf-8")
     plan = tmp_path / "plan.toml"
     output, errors = run(str(config), "--nproc", "4", "--plan", str(plan), status=1)
     assert "refused" in output
@@ -110,7 +110,7 @@ def test_accelerate_s_yaml_is_recognized(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(config: Path, content: str, message: str) -> None:
-    config.write_text(content)
+    config.write_text(content, encoding="utf-8")
     assert message in run(str(config), status=1)[1]
 
 

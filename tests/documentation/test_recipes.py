@@ -53,7 +53,7 @@ def test_it_is_valid(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LARGE, ids=name)
 def test_its_plan_fits_the_cluster_that_it_names(path: Path) -> None:
-    (named,) = re.findall(r"^# Cluster: ([^\s,]+)", path.read_text(), re.MULTILINE)
+    (named,) = re.findall(r"^# Cluster: ([^\s,]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     cluster, recipe = ClusterSpec.named(named), Recipe.read(path)
     plan = PlanTemplate.read(recipe).resolve(Factor(local=cluster.gpus_per_node, nodes=cluster.nodes))
     train, vocab = recipe.train, recipe.data.vocab
@@ -159,7 +159,7 @@ def place(tmp_path: Path) -> Place:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", LARGE, ids=name)
 def test_torchrun_trains_a_tiny_one_of_it_and_continues(place: Place, recipe: Path) -> None:
-    if "preset" in recipe.read_text().partition("[model]")[2].partition("[data]")[0]:
+    if "preset" in recipe.read_text(encoding="utf-8").partition("[model]")[2].partition("[data]")[0]:
         place.settings += ["--set=model.vocab=300"]
     place.finished(place.start(LAUNCH / "torchrun.sh", recipe, NPROC="2"))
     assert place.summary["steps"] == 3

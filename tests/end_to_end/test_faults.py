@@ -43,7 +43,7 @@ def listening(process: int) -> set[str]:
             sockets.add(str(descriptor.readlink()))
     addresses = set()
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{process}/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 addresses.add(words[1].partition(":")[0])
@@ -104,7 +104,7 @@ def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
 def ended(process: int) -> bool:
     """Whether a process is gone, or only waits for its parent to take note."""
     try:
-        return ") Z " in Path(f"/proc/{process}/stat").read_text()
+        return ") Z " in Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:
         return True
 

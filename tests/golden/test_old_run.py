@@ -18,7 +18,7 @@ OLD = Path(__file__).with_name("run-0.1.0")
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ class Deep(nn.Module):
 def peak(*, reset: bool = False) -> int:
     """Largest resident memory of this process in bytes since the last reset."""
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) << 10
 
 
 def build_with_fabric(seeds: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor, tuple[int, int]]:

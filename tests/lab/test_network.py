@@ -261,7 +261,7 @@ def test_a_lab_whose_keeper_was_killed_says_so() -> None:
     with Lab(LabSpec(nodes=1)) as lab:
         keeper = int(lab.namespaces.network(0).split("/")[2])
         os.kill(keeper, signal.SIGKILL)
-        assert wait_until(lambda: ") Z " in Path(f"/proc/{keeper}/stat").read_text())
+        assert wait_until(lambda: ") Z " in Path(f"/proc/{keeper}/stat").read_text(encoding="utf-8"))
         with pytest.raises(UsageError, match=f"process {keeper}, which kept them, has ended"):
             lab.traffic()
 

@@ -101,7 +101,7 @@ def listening(lab: Lab, host: int) -> set[str]:
 
 
 def rounds(found: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in found.read_text().split("\n")[:-1]]
+    return [json.loads(line) for line in found.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @pytest.fixture

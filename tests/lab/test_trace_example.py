@@ -18,7 +18,7 @@ Piece = tuple[str, float, float]
 
 def pieces(path: Path, rank: int) -> dict[str, list[Piece]]:
     """The spans of one rank by track."""
-    events = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
     by_track: dict[str, list[Piece]] = {name: [] for name in tracks.values()}
     for event in events:

@@ -134,7 +134,7 @@ def test_bad_options_are_one_sentence(
     options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("unlike.toml").write_text(UNLIKE)
+    Path("unlike.toml").write_text(UNLIKE, encoding="utf-8")
     cluster = [] if "--cluster" in options else ["--cluster", "a100-80g:1x8"]
     assert words in sentence(*cluster, *options)
 

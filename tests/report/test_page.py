@@ -265,7 +265,7 @@ def chromium(*arguments: str) -> str:
 
 def asked(page: Path, *arguments: str) -> Mapping[str, Any]:
     """Measurements of a script in a copy of the page that, unlike the page, permits scripts."""
-    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
     copy = page.with_name("asked.html")
     copy.write_text(text.replace("</body>", f"<script>{ASK}</script></body>"))
     match = re.search(r'data-found="([^"]*)"', chromium(*arguments, "--dump-dom", copy.as_uri()))

@@ -140,7 +140,7 @@ def test_presets_of_models() -> None:
     ],
 )
 def test_impossible_data(path: Path, data: str, message: str) -> None:
-    path.write_text(f"{BASE}[data]\n{data}\n")
+    path.write_text(f"{BASE}[data]\n{data}\n", encoding="utf-8")
     with pytest.raises(SpecError, match=message):
         Recipe.read(path)
 
@@ -151,7 +151,9 @@ def test_paths_in_a_file_are_relative_to_it_and_on_the_command_line_to_the_worki
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-    path.write_text(f"plan = 'plans/mine.toml'\n{BASE}[data]\nsource = 'text'\npaths = ['a', '/b/*.txt']\n")
+    path.write_text(
+        f"plan = 'plans/mine.toml'\n{BASE}[data]\nsource = 'text'\npaths = ['a', '/b/*.txt']\n", encoding="utf-8"
+    )
     recipe = Recipe.read(path, ["data.tokenizer=tok.json", 'data.validation_paths=["v"]'])
     assert recipe.data.paths == (str(tmp_path / "a"), "/b/*.txt")
     assert recipe.data.tokenizer == str(work / "tok.json")
@@ -174,7 +176,7 @@ def test_plans_by_preset_table_and_file(path: Path, tmp_path: Path) -> None:
     assert PlanTemplate.read(Recipe.read(path, plan=str(file))).mesh == MESH
     free = ["plan.params=1x1", "plan.grads=1x1", "plan.optimizer=2x2"]
     assert PlanTemplate.read(Recipe.read(path, free)).resolve(MESH).optimizer == MESH
-    path.write_text("[plan]\nprefetch = 2\n" + BASE)
+    path.write_text("[plan]\nprefetch = 2\n" + BASE, encoding="utf-8")
     assert PlanTemplate.read(Recipe.read(path, free)).resolve(MESH).optimizer == MESH
 
 

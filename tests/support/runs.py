@@ -113,5 +113,5 @@ def rank_process(launcher: int, rank: int) -> int:
 
 
 def parent(process: int) -> int:
-    (line,) = re.findall(r"^PPid:\t(\d+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^PPid:\t(\d+)$", Path(f"/proc/{process}/status").read_text(encoding="utf-8"), re.MULTILINE)
     return int(line)

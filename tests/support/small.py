@@ -28,4 +28,4 @@ def write_text(path: Path, *, words: int = 300, lines: int = 3000) -> None:
     """Write lines of made-up words, always the same ones."""
     chance = random.Random(0)
     known = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(words)]
-    path.write_text("\n".join(" ".join(chance.choices(known, k=12)) for _ in range(lines)))
+    path.write_text("\n".join(" ".join(chance.choices(known, k=12)) for _ in range(lines)), encoding="utf-8")

@@ -18,7 +18,9 @@ APART = ("thinwire.integrations",)
 
 def imported(script: Path) -> list[tuple[str, str]]:
     """Modules of ours and the names that a script imports from them, anywhere in it."""
-    nodes = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.ImportFrom)]
+    nodes = [
+        node for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+    ]
     ours = [(node.module, node.names) for node in nodes if node.module and node.module.split(".")[0] in OURS]
     return [(module, alias.name) for module, names in ours if not module.startswith(APART) for alias in names]
 

@@ -109,13 +109,17 @@ def test_a_run_ends_with_a_campaign_that_is_killed(tmp_path: Path) -> None:
     assert process.stdout is not None
     with process.stdout as answers:
         run = Path("/proc", answers.readline().strip(), "stat")
-        assert run.read_text().rpartition(")")[2].split()[0] in "SRD"
+        assert run.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SRD"
         process.kill()
         process.wait()
     deadline = time.monotonic() + 20
-    while run.exists() and run.read_text().rpartition(")")[2].split()[0] not in "ZX" and time.monotonic() < deadline:
+    while (
+        run.exists()
+        and run.read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
-    assert not run.exists() or run.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert not run.exists() or run.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "ZX"
 
 
 @pytest.mark.skipif(not can_mount(), reason="takes root, loop devices and mkfs.ext4")

@@ -118,7 +118,10 @@ def test_the_hybrid_study_is_one_of_three_axes() -> None:
 def written(path: Path, **changes: Any) -> Path:
     fields = {"recipe": "none.toml", "seeds": 2, "margin": 0.2, "spread": 0.1, **changes}
     arms = fields.pop("arms", 'a = { preset = "zeropp" }')
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items()) + f"[arms]\n{arms}\n")
+    path.write_text(
+        "".join(f"{key} = {json.dumps(value)}\n" for key, value in fields.items()) + f"[arms]\n{arms}\n",
+        encoding="utf-8",
+    )
     return path
 
 

@@ -107,7 +107,7 @@ def _own_namespaces() -> bool:
         in_user_namespace = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             try:
-                Path(f"/proc/self/{name}").write_text(text)
+                Path(f"/proc/self/{name}").write_text(text, encoding="utf-8")
             except OSError as refused:
                 raise OSError(refused.errno, refused.strerror, "user namespace") from refused
         _unshare(CLONE_NEWNS | CLONE_NEWNET, "network namespace inside a user namespace")
@@ -117,7 +117,7 @@ def _own_namespaces() -> bool:
 
 def _replace(path: str, text: str) -> None:
     """Show ``text`` as the file ``path`` inside the mount namespace; nothing stays outside."""
-    with tempfile.NamedTemporaryFile("w", prefix="thinwire-hosts-") as file:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="thinwire-hosts-") as file:
         file.write(text)
         file.flush()
         Path(file.name).chmod(0o644)
@@ -132,7 +132,7 @@ def _network_namespace(name: str | None) -> tuple[int, int]:
         socket.sethostname(name)
     for key, value in SETTINGS.items():
         with contextlib.suppress(FileNotFoundError):  # of a kernel without IPv6
-            Path(f"/proc/sys/net/{key}").write_text(value)
+            Path(f"/proc/sys/net/{key}").write_text(value, encoding="utf-8")
     return os.open("/proc/self/ns/net", os.O_RDONLY), os.open("/proc/self/ns/uts", os.O_RDONLY)
 
 

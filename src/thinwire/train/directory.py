@@ -250,8 +250,8 @@ class RunDirectory:
         Raises:
             UsageError: The line cannot be written, for example because the disk is full.
         """
-        command = self.command.read_text().strip() if self.command.is_file() else ""
-        with writing(self.starts), self.starts.open("a") as file:
+        command = self.command.read_text(encoding="utf-8").strip() if self.command.is_file() else ""
+        with writing(self.starts), self.starts.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "time": time.time(), "command": command, **about}) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -280,7 +280,7 @@ def listeners(pid: int) -> set[str]:
             inodes.add(str(file.readlink()).removeprefix("socket:[").removesuffix("]"))
     found = set()
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 number = fields[1].partition(":")[0]

@@ -121,7 +121,7 @@ def test_every_rank_learns_that_the_first_cannot_write(tmp_path: Path) -> None:
 
 def resident(which: str) -> int:
     """Resident memory of this process in bytes: ``VmRSS`` now, ``VmHWM`` at most since the last reset."""
-    return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    return int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) << 10
 
 
 @on_ranks(2)
@@ -136,7 +136,7 @@ def test_no_rank_holds_the_whole_state(tmp_path: Path) -> None:
     tw.shard(model, PLAN)
     (tmp_path / "first").mkdir(exist_ok=True)
     build().save_pretrained(tmp_path / "first" / str(dist.get_rank()))  # what libraries import when they save
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     before = resident("VmRSS")
     model.save_pretrained(tmp_path / "saved")
     extra = resident("VmHWM") - before

@@ -253,7 +253,7 @@ def test_a_failure_that_nobody_asked_for_is_logged_at_the_end(tmp_path: Path) ->
 
 def resident() -> int:
     """Bytes of this process in memory, without pages of files."""
-    words = Path("/proc/self/statm").read_text().split()
+    words = Path("/proc/self/statm").read_text(encoding="utf-8").split()
     return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -57,7 +57,7 @@ def island(number: int, lighthouse: str, toml: str, steps: int, pace: float, log
     model = tw.shard(build(seed=0), plan)
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     data = batches(plan.data_ranks, 1, 50)
-    with Path(log).open("a", buffering=1) as file:
+    with Path(log).open("a", encoding="utf-8", buffering=1) as file:
         try:
             tw.enter_islands(model, optimizer, island=number, lighthouse=lighthouse)
             while (step := tw.num_steps(model)) < steps:

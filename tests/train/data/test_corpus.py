@@ -20,7 +20,7 @@ from thinwire.train.data.corpus import cut, find_corpus
 
 def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

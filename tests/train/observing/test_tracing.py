@@ -71,7 +71,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tracks(trace: Path) -> Mapping[int, Mapping[str, list[dict[str, Any]]]]:
     """Events by rank and track."""
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for event in events:

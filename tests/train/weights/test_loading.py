@@ -204,7 +204,7 @@ class Peak:
 
     @staticmethod
     def now() -> int:
-        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+        return int(re.search(r"RssAnon:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))[1]) << 10  # type: ignore[index]
 
     def _watch(self) -> None:
         while not self._stop.wait(0.002):

@@ -240,6 +240,6 @@ def _table() -> Iterator[tuple[int, int, str]]:
 def _lives(process: int) -> bool:
     """Whether a process runs; one that only waits for its parent to take note does not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

@@ -272,5 +272,5 @@ def _weight(failure: Ended | Failed) -> int:
 
 def _last_lines(log: Path, count: int = 8) -> str:
     """The end of what was printed, to follow a sentence."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if log.exists() else []
     return "; the last lines it printed:\n" + "\n".join(f"  {line}" for line in lines[-count:]) if lines else ""

@@ -141,7 +141,9 @@ def _this_host() -> str:
     parts = [platform.node()]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
         try:
-            parts.append(str(Path(file).readlink()) if file.endswith("net") else Path(file).read_text().strip())
+            parts.append(
+                str(Path(file).readlink()) if file.endswith("net") else Path(file).read_text(encoding="utf-8").strip()
+            )
         except OSError:
             continue
     return " ".join(parts)

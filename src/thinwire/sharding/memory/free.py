@@ -28,6 +28,6 @@ def free_memory(device: torch.device) -> tuple[str, int]:
 def _machine() -> str:
     """This machine since it was started; hosts of an emulated cluster are one."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return f"{uuid.getnode():x}"

@@ -169,7 +169,7 @@ def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | N
                 "give more text, another data.validation_share, or data.validation_paths"
             )
         about = {"unigram_entropy": entropy(train.counts)}
-    (draft / "corpus.json").write_text(json.dumps(about, indent=2) + "\n")
+    (draft / "corpus.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _encoded(tokenizer: Tokenizer, documents: Iterable[str], share: float) -> Iterator[tuple[_Ids, _Ids]]:
@@ -206,7 +206,7 @@ def in_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]
 
 
 def _open_entry(entry: Path) -> Dataset:
-    about: dict[str, Any] = json.loads((entry / "corpus.json").read_text())
+    about: dict[str, Any] = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
     train = TokenBin.open(entry / "train.bin")
     return Dataset(
         train=train,
@@ -245,7 +245,7 @@ def _one_bin(recipe: DataRecipe, key: str, paths: tuple[str, ...]) -> TokenBin:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:

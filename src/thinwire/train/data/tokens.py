@@ -141,7 +141,7 @@ class TokenWriter:
                 "vocab": self._vocab,
                 "num_tokens": self.num_tokens,
             }
-            _header(self._path).write_text(json.dumps(header, indent=2) + "\n")
+            _header(self._path).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
 
 
 def entropy(counts: Ids) -> float:
@@ -162,7 +162,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        header = json.loads(file.read_text())
+        header = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != _VERSION:

@@ -50,7 +50,7 @@ class StopRequest:
         if self._parent is not None and os.getppid() != self._parent:
             return "the launcher is gone"
         with contextlib.suppress(OSError):
-            return self._file.read_text().strip() or "stop file"
+            return self._file.read_text(encoding="utf-8").strip() or "stop file"
         return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -95,5 +95,5 @@ def _cgroup_limit() -> int:
     """Memory limit of the container in bytes, if there is one."""
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
-            return int(Path(name).read_text())
+            return int(Path(name).read_text(encoding="utf-8"))
     return _physical()

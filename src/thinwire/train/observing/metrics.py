@@ -132,7 +132,7 @@ class MetricsLog:
         truncate(path, last_step)
         self._path = path
         with writing(path):
-            self._file: IO[str] = path.open("a")
+            self._file: IO[str] = path.open("a", encoding="utf-8")
             sync(path.parent)
         self._trackers = trackers
 
@@ -167,7 +167,7 @@ class MetricsLog:
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the records of ``metrics.jsonl`` in order. A last line that a crash cut short is skipped."""
     records = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             records.append(json.loads(line))
         except ValueError:

@@ -279,6 +279,6 @@ def _compare_clocks(ranks: Control) -> Clocks:
 def _clock_name() -> str:
     """A name that is equal for processes with the same monotonic clock: processes under the same boot of one kernel."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return socket.gethostname()

@@ -174,7 +174,7 @@ def _failures(processes: Mapping[int, BaseProcess], words: Path) -> dict[int, Ra
 def _said(file: Path) -> Mapping[str, Any]:
     """What a rank has written about its error."""
     with contextlib.suppress(OSError, ValueError):
-        message = json.loads(file.read_text()).get("message")
+        message = json.loads(file.read_text(encoding="utf-8")).get("message")
         if isinstance(message, dict):
             return message
     return {}

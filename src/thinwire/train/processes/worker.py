@@ -72,7 +72,7 @@ def recorded_failure(logs: Path) -> Iterator[None]:
         file = logs / f"rank-{rank}.traceback"
         with contextlib.suppress(OSError):
             logs.mkdir(parents=True, exist_ok=True)
-            file.write_text(traceback.format_exc())
+            file.write_text(traceback.format_exc(), encoding="utf-8")
         _record(error, file)
         raise
 
@@ -127,7 +127,7 @@ def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) ->
 def _status(run: ResolvedRun, perform: Callable[[], object]) -> int:
     """Exit status of a process that is one rank and performs something."""
     with contextlib.suppress(OSError):  # the name that ps and top show
-        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="utf-8")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
