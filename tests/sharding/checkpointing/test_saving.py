@@ -117,6 +117,20 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
+@on_ranks(2)
+def test_a_program_may_leave_its_directory_meanwhile(tmp_path: Path) -> None:
+    model, optim = start()
+    train(model, optim, 0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        pending = tw.async_save(model, optim, "here", frozen="there")
+        patched.chdir("/")
+        pending.result()
+    assert (tmp_path / "here").is_dir()
+    assert not Path("/here").exists()
+    tw.load(model, optim, tmp_path / "here")
+
+
 def check_failures(directory: str) -> list[str]:
     """A failure on one rank is told on both, once: by the future if a rank asks, else by the next call."""
     path = Path(directory) / "step-1"

@@ -35,7 +35,7 @@ _BLOCK: Final = 32 << 20
 
 def place_of(frozen: str | Path | None, path: Path) -> Path | None:
     """Where a save at ``path`` keeps frozen parameters, ``None`` for nowhere; see :func:`thinwire.save`."""
-    return None if frozen == REFERENCE else path.parent if frozen is None else Path(frozen)
+    return None if frozen == REFERENCE else path.parent if frozen is None else Path(frozen).absolute()
 
 
 @dataclass(frozen=True)

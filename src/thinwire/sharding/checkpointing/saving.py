@@ -122,6 +122,7 @@ def start_saving(
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)
     vectors, values, shared = _collect(parts, extra)
+    path = path.absolute()  # the program may go to another directory while this one writes
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     if ranks.ranks not in _writers:
         before = len(_given_up.get(ranks.ranks, ()))
