@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.sharding.tensors.arguments import replaced, tensors_in
+from thinwire.sharding.tensors.arguments import replaced, tensors_among
 
 PARAMETER, PLAIN, OTHER = nn.Parameter(torch.ones(2)), torch.zeros(2), torch.full((2,), 7.0)
 
@@ -42,7 +42,7 @@ class Sized(tuple[Any, ...]):
 def test_they_are_replaced(arguments: Any, expected: Any) -> None:
     got = replaced(nn.Parameter, lambda _: OTHER, arguments)
     assert type(got) is type(expected)
-    assert [*map(id, tensors_in(got))] == [*map(id, tensors_in(expected))]
+    assert [*map(id, tensors_among(got))] == [*map(id, tensors_among(expected))]
 
 
 def test_what_holds_none_is_not_made_anew() -> None:

@@ -347,7 +347,7 @@ class Reductions:
 
     def _claim(self, axis: Axis, part: UnitGradient, bucket: Bucket) -> bool:
         """Announce that the reduction of a bucket's chunk along an axis writes the gradient of a P shard, or of an
-        optimizer share; returns whether it adds to what is there. ``bucket`` counts along the first axis alone."""
+        optimizer share; returns whether it adds to what is there. Only the first axis asks ``bucket``."""
         way = self._ways[part]
         if axis is not Axis.PARAMS:
             if axis not in way.adds:

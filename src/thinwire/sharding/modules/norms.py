@@ -20,8 +20,8 @@ def compute_beside_statistics(norm: nn.Module) -> Callable[[], None]:
     """Make a norm that :func:`keeps_statistics` widen its weight and bias to their dtype.
 
     torch accepts a bf16 input with fp32 parameters, but it rejects bf16 parameters with fp32 statistics. Statistics in
-    bf16 would lose most of what a small momentum adds. The norm's output has the dtype of its input. The
-    norm's parameters may change dtype between calls.
+    bf16 would lose most of what a small momentum adds. The norm's output has the dtype of its input, and
+    its parameters may change dtype between calls.
 
     Returns:
         A function that restores the norm.

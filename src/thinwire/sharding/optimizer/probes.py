@@ -32,10 +32,7 @@ def refuse_per_tensor(
         UsageError: The optimizer needs whole tensors, or fails by itself.
     """
     with _seeded(device):
-        start, grads = (
-            torch.randn(8, 6, dtype=torch.float32, device="cpu").to(device),
-            torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
-        )
+        start, grads = _drawn(8, 6, device=device), _drawn(2, 8, 6, device=device)
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
     try:
@@ -92,10 +89,7 @@ def refuse_unlike_ranks(
         """The first of two parameters after two updates; ``None`` if the optimizer refuses the trial. ``seed`` is that
         of the numbers it may draw, and ``other`` a factor for the gradients of the second parameter."""
         with _seeded(device):
-            start, grads = (
-                torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
-                torch.randn(2, 2, 8, 6, dtype=torch.float32, device="cpu").to(device),
-            )
+            start, grads = _drawn(2, 8, 6, device=device), _drawn(2, 2, 8, 6, device=device)
             pair = [nn.Parameter(part.clone()) for part in start]
             _seed(device, seed)
             try:
@@ -124,10 +118,7 @@ def updates_in_parts(
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
     hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
     with _seeded(device):
-        start, grads = (
-            torch.randn(2, 8, 6, dtype=torch.float32, device="cpu").to(device),
-            torch.randn(3, 2, 8, 6, dtype=torch.float32, device="cpu").to(device),
-        )
+        start, grads = _drawn(2, 8, 6, device=device), _drawn(3, 2, 8, 6, device=device)
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
@@ -181,6 +172,11 @@ def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[st
     if not options.keys().isdisjoint({"fused", "foreach", "capturable", "differentiable"}):
         return options
     return options if _kept_of_one(optimizer_class, fused, torch.device("cpu")) is None else fused
+
+
+def _drawn(*shape: int, device: torch.device) -> torch.Tensor:
+    """Random numbers, fp32, which are the same whatever the device."""
+    return torch.randn(shape, dtype=torch.float32, device="cpu").to(device)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,7 @@ Two facts explain the memory management:
   would silently give wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version
   counters.
 - Reading a storage of size zero crashes the process. A freed parameter therefore points at a *husk*: a NaN expanded to
-  the parameter's shape, which reads as NaN (0 in dtypes without one) and, unless it has one element,
-  refuses writes.
+  the parameter's shape, which reads as NaN (0 in dtypes without one) and, unless it has one element, refuses writes.
 """
 
 from __future__ import annotations

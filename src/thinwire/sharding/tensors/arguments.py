@@ -11,14 +11,14 @@ from torch.utils._pytree import tree_map
 Kind = TypeVar("Kind", bound=torch.Tensor)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def tensors_among(value: Any) -> list[torch.Tensor]:
     """The tensors in a value, in its lists, tuples and dicts, and in those of their subclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [tensor for item in value for tensor in tensors_among(item)]
     if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
+        return [tensor for item in value.values() for tensor in tensors_among(item)]
     return []
 
 
@@ -29,7 +29,7 @@ def replaced(kind: type[Kind], replace: Callable[[Kind], torch.Tensor], argument
     def leaf(value: Any) -> Any:
         if isinstance(value, kind):
             return replace(value)
-        if isinstance(value, list | tuple) and any(isinstance(tensor, kind) for tensor in tensors_in(value)):
+        if isinstance(value, list | tuple) and any(isinstance(tensor, kind) for tensor in tensors_among(value)):
             return type(value)([tree_map(leaf, item) for item in value])
         return value
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.tensors.arguments import replaced, tensors_in
+from thinwire.sharding.tensors.arguments import replaced, tensors_among
 from thinwire.sharding.tensors.operations import perform
 from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
 
@@ -155,9 +155,9 @@ class ShareTensor(torch.Tensor):
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if "out" in kwargs:
-            _before_update(tensors_in(kwargs["out"]))
+            _before_update(tensors_among(kwargs["out"]))
         elif name in _UPDATES and args:
-            _before_update(tensors_in(args[0]), tensors_in((args[1:], kwargs)) if name.endswith("copy_") else ())
+            _before_update(tensors_among(args[0]), tensors_among((args[1:], kwargs)) if name.endswith("copy_") else ())
         if name in _OF_ONE_DTYPE and len(args) > 1:
             args = (*_alike(args[0], args[1], in_place=name.endswith("_")), *args[2:])
         try:
@@ -267,7 +267,7 @@ def changed_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> list[to
     ``all_reduce(x)``."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _receives(func)
-    return [*(tensors_in(args[0]) if in_place and args else ()), *tensors_in(kwargs.get("out"))]
+    return [*(tensors_among(args[0]) if in_place and args else ()), *tensors_among(kwargs.get("out"))]
 
 
 def _receives(func: Callable[..., Any]) -> bool:
@@ -302,7 +302,9 @@ def _with_wholes(args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | No
     """The arguments of a call, with share tensors replaced by plain tensors; ``copies`` are those that are already
     gathered, by ``id`` of the share tensor."""
     gathered = copies or {}
-    dtypes = {t.dtype for t in tensors_in((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
+    dtypes = {
+        t.dtype for t in tensors_among((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()
+    }
 
     def whole(share: ShareTensor) -> torch.Tensor:
         if id(share) in gathered:
@@ -319,6 +321,6 @@ def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
     ranks, so the gradient must be averaged over ranks, which requires the gathered parameter."""
     if not torch.is_grad_enabled():
         return False
-    tensors = tensors_in((args, kwargs))
+    tensors = tensors_among((args, kwargs))
     shares = [tensor for tensor in tensors if isinstance(tensor, ShareTensor)]
     return len(shares) < len(tensors) and any(share.requires_grad for share in shares)
