@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from thinwire import units
 from thinwire.sim.cases import Case
 from thinwire.sim.disturbed import Disturbance
-from thinwire.spec.base import Spec, nested, rules
+from thinwire.spec.base import LARGEST, Spec, nested, rules
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import Inline, write_toml
@@ -253,7 +253,8 @@ def _type_text(annotation: Any, metadata: Sequence[Any]) -> str:
 def _limits(metadata: Sequence[Any]) -> str:
     limits = [f"at least {item.ge}" for item in metadata if isinstance(item, annotated_types.Ge)]
     limits += [f"above {item.gt}" for item in metadata if isinstance(item, annotated_types.Gt)]
-    limits += [f"at most {item.le}" for item in metadata if isinstance(item, annotated_types.Le)]
+    most = [item.le for item in metadata if isinstance(item, annotated_types.Le)]
+    limits += [f"at most {le}" for le in most if le != LARGEST]  # which only keeps nonsense out
     return f", {', '.join(limits)}" if limits else ""
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from thinwire.errors import UsageError
@@ -18,6 +19,22 @@ Record = Mapping[str, Any]
 
 WARM_UP: Final = 3
 """Number of records at the start that do not count for speed."""
+
+_STEP_NUMBERS: Final = {
+    "step": 0, "samples": 0, "tokens": 0, "loss": 0, "val_loss": 0, "grad_norm": 0, "lr": 0, "skipped": 0,
+    "skipped_steps": 0, "loss_scale": 0, "step_seconds": 0, "tokens_per_second": 0, "tgs": 0, "mfu": 0, "retries": 0,
+    "time": 0, "memory": 1, "exposed": 1, "codec": 1, "transfer": 1, "own": 1, "data_waits": 1, "bytes": 2,
+    "memory_by_rank": 2,
+}  # fmt: skip
+"""Keys of a record whose values are numbers (0), tables of numbers (1), or tables of such tables or of lists (2)."""
+
+_START_NUMBERS: Final = {"step": 0, "time": 0, "ranks": 0, "base_memory": 0}
+"""The same for a line of ``starts.jsonl``."""
+
+_SUMMARY_NUMBERS: Final = dict.fromkeys(
+    ("final_train_loss", "final_val_loss", "unigram_entropy", "tokens_per_second", "steps", "parameters"), 0
+)
+"""The same for ``summary.json``."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +120,10 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     """
     if not (path / "recipe.toml").is_file() or not (path / "plan.toml").is_file():
         raise UsageError(_no_run(path))
-    records, unreadable = _lines(path / "metrics.jsonl")
+    records, unreadable = _lines(path / "metrics.jsonl", _STEP_NUMBERS)
     records = [record for record in records if isinstance(record.get("step"), int)]
-    starts, _ = _lines(path / "starts.jsonl")
-    summary = _object(path / "summary.json")
+    starts, _ = _lines(path / "starts.jsonl", _START_NUMBERS)
+    summary = _object(path / "summary.json", _SUMMARY_NUMBERS)
     command, plan = path / "command.txt", Plan.load(path / "plan.toml")
     expected = path / "expected.json"
     known = Expectation.read(expected) if expected.is_file() else None
@@ -136,13 +153,13 @@ def began(starts: Sequence[Record]) -> int:
     for start in reversed(starts):
         if start.get("plan") != starts[-1].get("plan"):
             break
-        step = int(start.get("step", 0))
+        step = int(start.get("step") or 0)
     return step
 
 
 def steps_of(run: RunRecord) -> list[int]:
     """Number of steps that each record covers: those since the previous record, or since the run was resumed."""
-    begins = [int(start.get("step", 0)) for start in run.starts] or [0]
+    begins = [int(start.get("step") or 0) for start in run.starts] or [0]
     counts, before = [], None
     for record in run.records:
         step = int(record["step"])
@@ -180,32 +197,47 @@ def _no_run(path: Path) -> str:
     return f"{path} holds no run of thinwire train, as recipe.toml or plan.toml is missing; {remedy}"
 
 
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The JSON objects of a file with one per line, and the number of lines that are not JSON objects."""
+def _lines(path: Path, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], int]:
+    """The JSON objects of a file with one per line, and the number of lines that are none or whose numbers are not."""
     objects, bad = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             value = json.loads(line)
         except ValueError:
             value = None
-        if isinstance(value, dict):
+        if _fits(value, numbers):
             objects.append(value)
         else:
             bad += bool(line.strip())
     return objects, bad
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def _fits(value: Any, numbers: Mapping[str, int]) -> bool:
+    """Whether a value is a JSON object, with numbers where ``numbers`` says so or null."""
+    return isinstance(value, dict) and all(
+        _is_numeric(value[key], depth) for key, depth in numbers.items() if value.get(key) is not None
+    )
+
+
+def _is_numeric(value: Any, depth: int) -> bool:
+    """Whether a value is a number, or as many levels of tables and lists above numbers that floats hold."""
+    if depth:
+        below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (None,)
+        return all(_is_numeric(one, depth - 1) for one in below)
+    return isinstance(value, int | float) and abs(value) < 1e300  # a whole number may be too large for a float
+
+
+def _object(path: Path, numbers: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if _fits(value, numbers) else None
 
 
 def _failure(path: Path, starts: Sequence[Record]) -> str | None:
     """The error of the rank that failed first, if a rank has failed since the last start of the run."""
-    begun = max([float(start.get("time", 0)) for start in starts], default=0.0)
+    begun = max([float(start.get("time") or 0) for start in starts], default=0.0)
     opened = path / "versions.json"  # every manual start writes it, and some starts fail before their first step
     begun = max(begun, opened.stat().st_mtime if opened.is_file() else 0.0)
     errors = []

@@ -6,13 +6,15 @@ seconds. Decimal prefixes are powers of 1000, ``Ki``/``Mi``/... are powers of 10
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 
 from thinwire.errors import SpecError
 
 _QUANTITY = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
+
+_LARGEST = 1e30
+"""Largest number of a quantity, far below what overflows."""
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
@@ -123,10 +125,12 @@ def _split(value: float | str, kind: str, examples: str) -> tuple[float, str]:
         match = _QUANTITY.fullmatch(value)
         if match is None:
             raise _bad(kind, value, f"expected {examples}")
-        digits = match["number"].replace("_", "")
-        return (int(digits) if digits.isdecimal() else float(digits)), match["unit"] or ""
-    if value < 0 or not math.isfinite(value):
-        raise _bad(kind, value, "it must be finite and at least 0")
+        digits, unit = match["number"].replace("_", ""), match["unit"] or ""
+        if float(digits) > _LARGEST:  # before int, which reads no more than 4,300 digits
+            raise _bad(kind, value, f"it must be at most {_LARGEST:.0e}")
+        return (int(digits) if digits.isdecimal() else float(digits)), unit
+    if not 0 <= value <= _LARGEST:
+        raise _bad(kind, value, f"it must be from 0 to {_LARGEST:.0e}")
     return value, ""
 
 

@@ -98,13 +98,13 @@ def convert(options: ConvertOptions) -> None:
         plan = conversion.plan()
         # Both files are complete before either is written.
         recipe = None if options.recipe is None else _recipe(conversion, options, options.recipe)
-        console.print(plan.describe(), markup=False)
+        console.print(plan.describe())
         if options.plan is not None:
             plan.save(options.plan)
-            console.print(f"wrote the plan to {options.plan}", markup=False)
+            console.print(f"wrote the plan to {options.plan}")
         if options.recipe is not None and recipe is not None:
             options.recipe.write_text(recipe, encoding="utf-8")
-            console.print(f"wrote the recipe to {options.recipe}; [data] and [checkpoint] are yours", markup=False)
+            console.print(f"wrote the recipe to {options.recipe}; [data] and [checkpoint] are yours")
 
 
 def _converted(options: ConvertOptions) -> Conversion:

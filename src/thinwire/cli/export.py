@@ -58,9 +58,8 @@ def export(
         console.print(
             f"{done.architecture} of {done.parameters:,} parameters as of step {done.step}: {count} "
             f"file{'s' if count > 1 else ''} of {format_bytes(done.num_bytes)} in {shown(to)}",
-            markup=False,
         )
         if done.averaged:
-            console.print("its weights are the average that the run kept (average.decay)", markup=False)
+            console.print("its weights are the average that the run kept (average.decay)")
         if not done.tokenizer:
-            console.print("no tokenizer: the run trained on token ids and knows none", markup=False)
+            console.print("no tokenizer: the run trained on token ids and knows none")

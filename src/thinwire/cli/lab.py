@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from thinwire.cli.terminal.console import plain_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import SpecError, UsageError
@@ -202,10 +202,10 @@ def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> No
             for cell in (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth_of(node)))
         ]
         table.add_row(link.host, *cells)
-    console = Console(stderr=True, highlight=False)
+    console = plain_console(stderr=True)
     console.print(table)
     if outcome.failure is not None:
-        console.print(f"thinwire: {outcome.failure}", markup=False, soft_wrap=True)
+        console.print(f"thinwire: {outcome.failure}", soft_wrap=True)
 
 
 def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:

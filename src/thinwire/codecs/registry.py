@@ -38,10 +38,19 @@ def default_backend(device: str | torch.device) -> str:
     return "cpp" if torch.device(device).type == "cpu" else "triton"
 
 
-@functools.cache
-def _make(spec: CodecSpec, backend: str) -> Codec:
+def check_backend(backend: str) -> None:
+    """Check the name of a backend.
+
+    Raises:
+        UsageError: No backend has this name.
+    """
     if backend not in BACKENDS:
         raise UsageError(f"codec backend {backend!r} does not exist, valid are {', '.join(BACKENDS)}")
+
+
+@functools.cache
+def _make(spec: CodecSpec, backend: str) -> Codec:
+    check_backend(backend)
     if spec.plugin is not None:
         return _of_plugin(spec, spec.plugin)
     codec: Codec = importlib.import_module(f"thinwire.codecs.{backend}").make(spec)

@@ -33,7 +33,7 @@ def _type(value: Any, source: Source) -> Judgement:
             "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "
             "torch.optim.Adam, ...), or --set optimizer.params.adam_w_mode=true"
         )
-    given = source.get("optimizer.params", {})
+    given = source.keys("optimizer.params")
     left_out = {key: item for key, item in _DEFAULTS.items() if key not in given}
     values = {f"optimizer.{key}": item for key, item in left_out.items()}
     return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))
@@ -104,7 +104,7 @@ def _scheduler(value: Any, source: Source) -> Judgement:
             "DeepSpeed warms up by a logarithm unless warmup_type says otherwise, a recipe linearly: --set "
             "scheduler.params.warmup_type=linear, or --drop scheduler"
         )
-    given = source.table.get("scheduler", {}).get("params", {})
+    given = source.keys("scheduler.params")
     # Without the key, DeepSpeed warms up for 1000 steps; with "auto", for as many as the Trainer computes.
     warmup = {} if "warmup_num_steps" in given else {"optimizer.warmup": 1000}
     if value == "WarmupLR":

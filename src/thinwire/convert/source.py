@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,6 +35,11 @@ class Source:
                 return default
             value = value[key]
         return default if value is None or value == AUTO else value
+
+    def keys(self, dotted: str) -> Collection[str]:
+        """The keys of a table, whatever their values; none where there is no table."""
+        table = self.get(dotted)
+        return table.keys() if isinstance(table, Mapping) else ()
 
 
 Rule: TypeAlias = Callable[[Any, Source], Judgement]
@@ -174,7 +179,8 @@ def where(fits: Callable[[Any], bool], expected: str, rule: Rule) -> Rule:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a finite number that is not too large for a ``float``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _judged(source: Source, table: Mapping[str, Any], rules: Rules, prefix: str) -> Iterator[Row]:

@@ -32,6 +32,7 @@ from thinwire.sharding import api
 from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.stored_parameters import ModelAndOptimizer
+from thinwire.sharding.checks import check_arguments
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optimizer.making import build_optimizer, names_of
@@ -338,6 +339,7 @@ def parallelize(
         SpecError: The model or the job does not support the plan.
         UsageError: The model cannot be split.
     """
+    check_arguments(model, plan, codec_backend)
     groups.enter()
     control = groups.control()
     here = device or next(model.parameters()).device

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from thinwire.errors import DataError
 from thinwire.record import RunRecord
 from thinwire.report.charts import run_charts, timeline_chart
 from thinwire.report.compared import compared_charts
@@ -74,7 +75,7 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
         final=final_sheet(numbers),
         differences=differences(runs) if several else [],
     )
-    (directory / PAGE).write_text(text, encoding="utf-8")
+    (directory / PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")  # of a path that is not UTF-8
     return [directory / PAGE, *pictures.written]
 
 
@@ -284,15 +285,18 @@ def _race_table(run: RunRecord) -> Sheet | None:
     """The plans that ``--plan auto`` tried before the run."""
     if run.race is None:
         return None
-    rows = [
-        [
-            "preset " + raced["label"] if raced["label"] else Plan.parse(raced["plan"]).describe(),
-            format_duration(raced["predicted"]),
-            _duration(raced["measured"]),
-            raced["problem"] or ("taken" if raced["taken"] else ""),
+    try:
+        rows = [
+            [
+                "preset " + raced["label"] if raced["label"] else Plan.parse(raced["plan"]).describe(),
+                format_duration(raced["predicted"]),
+                _duration(raced["measured"]),
+                raced["problem"] or ("taken" if raced["taken"] else ""),
+            ]
+            for raced in run.race["plans"]
         ]
-        for raced in run.race["plans"]
-    ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{run.path / 'race.json'} does not say which plans were tried: {error!r}") from error
     return Sheet("Plans that were tried before the run", ["plan", "predicted", "measured", ""], 1, rows)
 
 

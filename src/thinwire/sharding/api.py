@@ -22,6 +22,7 @@ from thinwire.sharding.build import build
 from thinwire.sharding.checkpointing import loading, saving
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.share_states import Optimizers, states_of
+from thinwire.sharding.checks import check_arguments
 from thinwire.sharding.copying import Additions, allow_copies
 from thinwire.sharding.hooks.module_hooks import as_forward
 from thinwire.sharding.incremental import join_parts
@@ -110,6 +111,7 @@ def shard(
         MismatchError: Ranks have different plans or models.
         UsageError: The model cannot be sharded.
     """
+    check_arguments(model, plan, codec_backend)
     groups.enter()
     target = None if device is None else torch.device(device)
     members = groups.ranks_of(mesh, group)
@@ -161,6 +163,8 @@ def optimizer(
         UsageError: The class or an option does not suit shares, or a plan with float16 has no loss scale.
     """
     if loss_scale is not None:
+        if not isinstance(loss_scale, LossScale):
+            raise UsageError(f"loss_scale = {loss_scale!r}: give a thinwire.LossScale, as LossScale(65536.0)")
         loss_scale.belong_to(model)
     return build_optimizer(
         model,
@@ -185,7 +189,10 @@ def micro_batches(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item
 
 
 def _runtimes_of(model: nn.Module | Sequence[nn.Module]) -> list[Runtime]:
-    return [runtime_of(one) for one in ([model] if isinstance(model, nn.Module) else model)]
+    models = [model] if isinstance(model, nn.Module) else model
+    if not models:
+        raise UsageError(f"model = {model!r}: give a sharded model, or several")
+    return [runtime_of(one) for one in models]
 
 
 def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
@@ -398,7 +405,12 @@ def progress(model: nn.Module, share: float) -> None:
     Args:
         model: A sharded model.
         share: Share of training that is done, from 0 to 1; the same on every rank.
+
+    Raises:
+        UsageError: The share is below 0 or above 1.
     """
+    if not 0 <= share <= 1:
+        raise UsageError(f"progress(share={share!r}): the share of training that is done is from 0 to 1")
     runtime_of(model).progress(share)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from thinwire.agreement import Typed
+from thinwire.codecs.registry import check_backend
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.order import WITH_PLAN
@@ -28,6 +29,23 @@ from thinwire.spec import Plan
 from thinwire.units import format_bytes
 
 _CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
+
+
+def check_arguments(model: object, plan: object, codec_backend: str | None) -> None:
+    """Refuse what is no module or no plan, such as a list of modules or the name of a preset.
+
+    Raises:
+        UsageError: An argument is of another kind.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is of type {type(model).__name__}: give one torch.nn.Module")
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan is of type {type(plan).__name__}: give one of Plan.preset(NAME, nodes=N, local=R), "
+            "Plan.load(FILE), or Plan.parse(TABLE)"
+        )
+    if codec_backend is not None:
+        check_backend(codec_backend)
 
 
 def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = "the job") -> None:

@@ -33,10 +33,16 @@ from thinwire import units
 from thinwire.errors import SpecError
 from thinwire.spec import io, renames
 
-Count = Annotated[int, Field(strict=True, ge=1)]
+LARGEST = 2**63 - 1
+"""Largest whole number of a specification: what 64 bits hold, as in most readers of TOML and JSON."""
+
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 """A whole number of at least 1; ``true`` and ``"3"`` are not numbers."""
 
-Depth = Annotated[int, Field(strict=True, ge=0)]
+Modules = Annotated[int, Field(strict=True, ge=1, le=100_000)]
+"""A number of modules, each of which is looked at."""
+
+Depth = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 """A whole number of at least 0."""
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -48,17 +54,17 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 """A number from 0 to 1."""
 
-Bytes = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=1, le=LARGEST)]
 """A size in bytes; text such as ``"25MiB"`` is understood."""
 
-Budget = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=0)]
+Budget = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=0, le=LARGEST)]
 """A size in bytes that may be 0; text such as ``"25MiB"`` is understood."""
 
-Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(gt=0)]
+Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(gt=0, le=1e18)]
 """Bits per second; text such as ``"200mbit"`` is understood."""
 
-Seconds = Annotated[float, BeforeValidator(units.parse_duration), Field(ge=0)]
-"""A duration in seconds; text such as ``"5us"`` is understood."""
+Seconds = Annotated[float, BeforeValidator(units.parse_duration), Field(ge=0, le=1e9)]
+"""A duration in seconds, at most 30 years; text such as ``"5us"`` is understood."""
 
 
 class Problem(NamedTuple):

@@ -269,7 +269,7 @@ def write_atomically(path: Path, text: str) -> None:
         UsageError: The file cannot be written; the old one is unchanged.
     """
     with writing(path):
-        replace_file(path, text.encode())
+        replace_file(path, text.encode(errors="surrogateescape"))  # paths need not be UTF-8
 
 
 def copy_atomically(source: Path, path: Path) -> None:

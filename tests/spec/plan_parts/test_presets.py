@@ -128,6 +128,7 @@ def test_the_group_of_other_presets() -> None:
     ("arguments", "problem"),
     [
         ({"name": "zero9"}, "there is no preset 'zero9'; valid are ddp, zero1,"),
+        ({"name": {"zero3": 1}}, "there is no preset {'zero3': 1}; valid are ddp, zero1,"),
         (
             {"name": "zero3", "group": "2x1"},
             "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,",

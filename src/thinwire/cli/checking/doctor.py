@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.cli.checking.checks import Check, Verdict, hardware_checks, system_checks, torch_check
 from thinwire.cli.terminal.console import say, wide_console
@@ -114,21 +114,20 @@ def _memory() -> int | None:
 
 def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -> None:
     versions, memory = findings["versions"], format_bytes(findings["memory"]) if findings["memory"] else "unknown"
-    console.print(f"thinwire {versions['thinwire']} on {versions['platform']}", markup=False)
+    console.print(f"thinwire {versions['thinwire']} on {versions['platform']}")
     console.print(
         f"CPU: {findings['cores']} cores, {findings['instructions'] or 'instructions unknown'}, {memory} of memory",
-        markup=False,
     )
     if findings["fast_dtype"]:
-        console.print(f'compute_dtype = "auto" is {findings["fast_dtype"]} here', markup=False)
+        console.print(f'compute_dtype = "auto" is {findings["fast_dtype"]} here')
     if findings["devices"] and findings["fast_dtype"] == "float32":
-        console.print('these GPUs multiply no bfloat16; "float16" is fast, and scales the loss', markup=False)
+        console.print('these GPUs multiply no bfloat16; "float16" is fast, and scales the loss')
     table = Table(box=None, pad_edge=False)
     for name in ("check", "found", "verdict", "needed for"):
         table.add_column(name)
     for check in checks:
-        style = _STYLES[check.verdict]
-        table.add_row(escape(check.name), escape(check.found), f"[{style}]{check.verdict}[/]", escape(check.needed_for))
+        verdict = Text(check.verdict, style=_STYLES[check.verdict])
+        table.add_row(check.name, check.found, verdict, check.needed_for)
     console.print("", table)
     remedies = [check for check in checks if check.remedy is not None]
     if remedies:
@@ -136,6 +135,4 @@ def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -
         for check in remedies:
             say(console, f"  {check.name}: {check.remedy}")
     fatal = [check.name for check in checks if check.fatal]
-    console.print(
-        f"\nthis machine cannot train: {', '.join(fatal)}" if fatal else "\nthis machine can train", markup=False
-    )
+    console.print(f"\nthis machine cannot train: {', '.join(fatal)}" if fatal else "\nthis machine can train")

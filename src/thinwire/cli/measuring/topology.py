@@ -159,17 +159,16 @@ def _show(named: _NamedLeaves, options: TopologyOptions) -> None:
     out, leaves = options.out, named.leaves()
     rows = [[leaf, str(len(names)), " ".join(names)] for leaf, names in leaves.items()]
     console.print(rich_table(Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows)))
-    console.print(named.sentence(), markup=False)
+    console.print(named.sentence())
     contrast = named.found.contrast
     if contrast is not None:
         console.print(
             f"for the planner: --hosts {out} --set cluster.links.nic.bandwidth={named.gbps(contrast.inside):.3g}gbit "
             f"--set cluster.links.spine.bandwidth={named.gbps(contrast.across):.3g}gbit",
-            markup=False,
         )
-    console.print(f"wrote {out}; a plan with topology = {str(out)!r} puts its ranks in order by it", markup=False)
+    console.print(f"wrote {out}; a plan with topology = {str(out)!r} puts its ranks in order by it")
     if options.plot is not None:
-        console.print(f"drew {options.plot}", markup=False)
+        console.print(f"drew {options.plot}")
     if options.as_json:
         print(json.dumps(_plain(named, leaves)))
 

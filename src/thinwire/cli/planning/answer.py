@@ -49,11 +49,11 @@ def give(answer: Answer, console: Console, *, as_json: bool) -> None:
     from thinwire.report import Sheet, rich_table
 
     for part in answer.shown:
-        console.print(rich_table(part) if isinstance(part, Sheet) else part, markup=False)
+        console.print(rich_table(part) if isinstance(part, Sheet) else part)
     for file in answer.files:
         with writing(file.option, file.path):
             file.write(file.path)
         if file.done is not None:
-            console.print(file.done, markup=False)
+            console.print(file.done)
     if as_json:
         print(json.dumps(answer.facts))

@@ -11,18 +11,21 @@ _PIPED_WIDTH = 200
 """Columns of output to a file or a pipe, so that tables are not cut to 80 columns."""
 
 
+def plain_console(*, stderr: bool = False, quiet: bool = False, width: int | None = None) -> Console:
+    """A console that prints text as it is: ``runs/[a]`` is a path and no markup."""
+    return Console(stderr=stderr, quiet=quiet, width=width, highlight=False, markup=False)
+
+
 def wide_console(*, as_json: bool = False) -> Console:
     """A console for tables and sentences, which go to stderr where stdout is for JSON."""
-    plain = Console(stderr=as_json, highlight=False)
-    return (
-        plain if plain.is_terminal else Console(stderr=as_json, highlight=False, width=max(plain.width, _PIPED_WIDTH))
-    )
+    plain = plain_console(stderr=as_json)
+    return plain if plain.is_terminal else plain_console(stderr=as_json, width=max(plain.width, _PIPED_WIDTH))
 
 
 def say(console: Console, *lines: str) -> None:
     """Print sentences, which a terminal breaks where it likes."""
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def command_line() -> str:

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from thinwire.cli.terminal.former import command_class, redirected
+from thinwire.cli.terminal.streams import open_closed_streams, output_may_fail
 
 APP_SETTINGS: Final[Mapping[str, Any]] = {
     "no_args_is_help": True,
@@ -52,6 +53,11 @@ def lazy_group(
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
             self.commands = _Commands(commands, plugins)
+
+        def main(self, *arguments: Any, **settings: Any) -> Any:
+            open_closed_streams()
+            with output_may_fail():
+                return super().main(*arguments, **settings)
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
             declared = commands.get(args[0])

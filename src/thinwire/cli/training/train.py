@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from thinwire.cli.terminal.console import command_line, say
+from thinwire.cli.terminal.console import command_line, plain_console, say
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
@@ -128,7 +128,7 @@ def train(options: TrainOptions) -> None:
         # A process that is not a rank itself asks the server of ranks, which has torch.
         found = called(hardware, asked) if ranks is None else hardware(asked)
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
-        console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        console = plain_console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0)
         run, kept = _choose_plan(options, run, _expected(recipe), ranks, console)
         say(console, *(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced)
         with advised(options.recipe, run):

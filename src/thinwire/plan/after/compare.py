@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,9 +142,9 @@ def _vocab(run: Path) -> int:
     path = run / "tokenizer.json"
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"].values()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return max(operator.index(number) for number in ids) + 1
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{path} cannot be read as the run's tokenizer: {error!r}") from error
-    return int(max(ids)) + 1
 
 
 def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
@@ -159,7 +160,7 @@ def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
 def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None:
     """A figure of a step in one record, which covers some steps, and has the bytes of all ranks together."""
     if name == STEP:
-        return float(record["step_seconds"])
+        return record.get("step_seconds")
     if name == COMPUTATION:
         return record["own"].get("median") if record.get("own") else None
     for words, key in ((WAITING, "exposed"), (TRANSFERS, "transfer"), (CODECS, "codec")):
@@ -167,4 +168,4 @@ def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None
             table = record.get(key)
             return None if table is None else float(table.get(name.removeprefix(words), 0.0)) / steps
     lane, scope = name.split()
-    return float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / ranks
+    return float((record.get("bytes") or {}).get(lane, {}).get(scope, 0)) / steps / ranks

@@ -156,7 +156,7 @@ def _median(name: str, rows: Rows, ranks: int) -> float:
 
 def _slowest(rows: Rows) -> int | None:
     """The rank that is the slowest in most records, if one is."""
-    counted = Counter(record["own"]["rank"] for record, _ in rows if record.get("own"))
+    counted = Counter(own["rank"] for own in _own(rows))
     if not counted:
         return None
     (rank, times), *_ = counted.most_common(1)
@@ -167,8 +167,13 @@ def _lag(rows: Rows) -> float:
     """Seconds of a step that the others wait for a slow rank, if one is slow."""
     if _slowest(rows) is None:
         return 0.0
-    own = [record["own"] for record, _ in rows if record.get("own")]
-    return statistics.median(float(one["slowest"]) - float(one["median"]) for one in own)
+    return statistics.median(float(own["slowest"]) - float(own["median"]) for own in _own(rows))
+
+
+def _own(rows: Rows) -> list[Mapping[str, float]]:
+    """Seconds that ranks spent on their own work, of the records that have them."""
+    found = [record.get("own") or {} for record, _ in rows]
+    return [own for own in found if {"median", "slowest", "rank"} <= set(own)]
 
 
 def _sentence(run: RunRecord, found: Culprit, rows: Rows) -> str:

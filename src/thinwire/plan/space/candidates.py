@@ -340,6 +340,7 @@ def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
     sent = 1 << 20
     latency, whole = (job.rates.hop(Kind.ALL_GATHER, Scope.ACROSS, nodes, size, encoded=False) for size in (1, sent))
     per_byte = (whole - latency) / sent
-    wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends only its share of a bucket
     largest = min(_LARGEST_BUCKET, ITEMSIZE[job.compute_dtype] * parameters // 8)
+    # Each rank sends only its share of a bucket. A measured megabyte may take as long as a byte.
+    wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local if per_byte > 0 else largest
     return 1 << max(_SMALLEST_BUCKET, min(int(wanted), largest)).bit_length() - 1

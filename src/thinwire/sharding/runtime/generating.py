@@ -138,6 +138,8 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
 def _choose(sharded: ShardedModel, ranks: Control, units: Sequence[Unit], keep: str | None) -> Generation:
     """The cheapest way to lie that every rank has memory for. Collective."""
     if not units:
+        if keep not in (None, *Kept):
+            raise UsageError(f"generating(keep={keep!r}): valid are {', '.join(Kept)}")
         return Generation(Kept.WHOLE)
     place, free = free_memory(sharded.device)
     answers = ranks.all_gather_typed((place, free, keep), _ANSWER)

@@ -28,6 +28,12 @@ _TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "phi
 
 _TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "opt", "bloom", "roberta", "bert", "gemma", "gemma2")
 
+_COMPUTED_WITH = (
+    "first_k_dense_replace", "intermediate_size", "moe_intermediate_size", "n_shared_experts", "qk_nope_head_dim",
+    "qk_rope_head_dim", "shared_expert_intermediate_size",
+)  # fmt: skip
+"""Keys whose values enter a calculation; ``ModelSpec`` checks all others."""
+
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts."""
 
@@ -50,7 +56,17 @@ def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     else:
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
         config, what, name = _read(file), str(file), _name(file.resolve())
-    config = config.get("text_config", config)  # a vision-language model nests its language model
+    nested = config.get("text_config")  # a vision-language model nests its language model
+    config = nested if isinstance(nested, Mapping) else config
+    problems = [
+        f"{key} = {config[key]!r} should be a whole number"
+        for key in _COMPUTED_WITH
+        if not isinstance(config.get(key), int | None)
+    ]
+    if not isinstance(config.get("mlp_only_layers") or [], list):
+        problems.append(f"mlp_only_layers = {config['mlp_only_layers']!r} should be a list of whole numbers")
+    if problems:
+        raise SpecError(what, problems)
     problems = [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
         for key, names in _KEYS.items()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Depth, Flag, Problem, Spec, rule
+from thinwire.spec.base import Count, Depth, Flag, Modules, Problem, Spec, rule
 from thinwire.spec.models.huggingface import huggingface_shape
 
 Matrices = dict[str, tuple[int, int]]
@@ -33,12 +33,12 @@ class Dimensions(Spec):
     """The dimensions that a model file must state, and that a recipe may state over a preset's."""
 
     kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="model family")
-    layers: Count | None = Field(default=None, description="transformer blocks")
+    layers: Modules | None = Field(default=None, description="transformer blocks")
     hidden: Count | None = Field(default=None, description="width of the residual stream")
     heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
     kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
     ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
-    experts: Count | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    experts: Modules | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
     active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
     expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
     vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
@@ -53,7 +53,7 @@ class ModelSpec(Dimensions):
     kind: Literal["llama", "gpt"] = Field(
         default="llama", description="llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases (GPT-NeoX style)"
     )
-    layers: Count = Field(description="transformer blocks (L)")
+    layers: Modules = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
     heads: Count = Field(description="attention heads")
     kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; must divide heads; default: heads")
@@ -216,7 +216,7 @@ class ModelSpec(Dimensions):
                 f"= {self.dense_layers} leaves no block of layers = {self.layers} with experts; use fewer",
             )
 
-    @rule("kind", "head_dim", "latent", "biases")
+    @rule("kind", "hidden", "heads", "head_dim", "latent", "biases")
     def _latent_is_of_llama(self) -> Iterator[Problem]:
         """``latent`` and ``biases`` need ``kind = "llama"``; ``latent.rotary`` is at most ``head_dim``."""
         for key in ("latent", "biases"):

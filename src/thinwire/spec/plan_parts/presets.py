@@ -170,7 +170,7 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
         SpecError: if the name or the mesh is invalid, or the preset takes no group.
     """
     what = f"preset {name!r}"
-    preset = PRESETS.get(name)
+    preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
         raise SpecError(what, f"there is no preset {name!r}; valid are {', '.join(PRESETS)}")
     if group is not None and not preset.takes_group:

@@ -25,7 +25,7 @@ class ProgressReport:
         self._steps = steps
         self._every = max(1, (steps - start) // _NUM_LINES)
         self._silent = stream == "none"
-        self._console = Console(file=sys.stderr if stream == "stderr" else sys.stdout, highlight=False)
+        self._console = Console(file=sys.stderr if stream == "stderr" else sys.stdout, highlight=False, markup=False)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._started = time.monotonic()
@@ -55,7 +55,7 @@ class ProgressReport:
     def note(self, text: str) -> None:
         """Print a line of text above the bar."""
         if not self._silent:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(text, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         if self._silent:

@@ -1,0 +1,50 @@
+"""Standard streams that are closed or full, and text that looks like markup."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli.terminal.console import say, wide_console
+
+PLAN = "plan --model llama-7b --cluster a100-80g:2x8 --tokens-per-step 1M --json"
+
+
+def shell(command: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    words = f"{sys.executable} -m thinwire.cli.main {command}"
+    return subprocess.run(  # type: ignore[call-overload]
+        ["bash", "-c", words], capture_output=True, text=True, timeout=100, **settings
+    )
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", pytest.param(PLAN, marks=pytest.mark.slow)])
+def test_a_full_disk_is_named(command: str) -> None:
+    ended = shell(f"{command} >/dev/full")
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("thinwire: the output cannot be written: No space left on device\n")
+    assert "Traceback" not in ended.stderr
+
+
+TINY = """
+plan = { preset = "zero1" }
+model = { kind = "llama", layers = 1, hidden = 16, heads = 2 }
+data = { source = "stdlib", vocab = 300 }
+train = { steps = 2, seq = 16, global_batch = 2, trackers = [] }
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_training_needs_no_streams(closed: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    ended = shell(f"train tiny.toml --nodes 1 --nproc 2 --out run {closed}", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    say(wide_console(), "wrote runs/[bold]a[/red]/[lr=3e-4]")
+    assert capsys.readouterr().out == "wrote runs/[bold]a[/red]/[lr=3e-4]\n"
