@@ -34,7 +34,7 @@ from thinwire.errors import SpecError
 from thinwire.spec import io, renames
 
 LARGEST = 2**63 - 1
-"""Largest whole number of a specification: what 64 bits hold, as in most readers of TOML and JSON."""
+"""Largest number of a specification: what 64 bits hold, as in most readers of TOML and JSON."""
 
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 """A whole number of at least 1; ``true`` and ``"3"`` are not numbers."""
@@ -48,7 +48,7 @@ Depth = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Flag = Annotated[bool, Field(strict=True)]
 """``true`` or ``false``."""
 
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST, allow_inf_nan=False)]
 """A finite number above 0."""
 
 Share = Annotated[float, Field(strict=True, ge=0, le=1)]
@@ -60,8 +60,8 @@ Bytes = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=1, le=LARGES
 Budget = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=0, le=LARGEST)]
 """A size in bytes that may be 0; text such as ``"25MiB"`` is understood."""
 
-Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(gt=0, le=1e18)]
-"""Bits per second; text such as ``"200mbit"`` is understood."""
+Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(ge=1, le=LARGEST)]
+"""Bits per second, at least 1; text such as ``"200mbit"`` is understood."""
 
 Seconds = Annotated[float, BeforeValidator(units.parse_duration), Field(ge=0, le=1e9)]
 """A duration in seconds, at most 30 years; text such as ``"5us"`` is understood."""
