@@ -12,6 +12,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 
+pytestmark = pytest.mark.ranks
+
 PLAN = tw.Plan.preset("zero3", nodes=1, local=1)
 
 
@@ -40,7 +42,6 @@ def test_no_models_are_refused() -> None:
         tw.micro_batches([], [1, 2])
 
 
-@pytest.mark.ranks
 @on_ranks(2)
 def test_values_out_of_their_range() -> None:
     model = tw.shard(nn.Linear(2, 2), tw.Plan.preset("zero1", nodes=1, local=2))
