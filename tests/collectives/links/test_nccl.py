@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -97,6 +98,24 @@ def test_every_operation_arrives(kind: str) -> None:
         assert kind == "gloo" or received["exchanged"] == sent
         assert received["sum"] == [WORLD * (2.0 * rank + j) + 6.0 for j in range(2)]
         assert received["message"] == [1.0 if rank == 3 else float(rank)] * 5
+
+
+def send_and_overwrite() -> float:
+    where = membership("overwritten")
+    links = gloo.GlooLinks(where.store, where.index, WORLD, gloo.make_device(), where.timeout)
+    tensor = torch.full((1 << 20,), float(where.index))
+    if where.index == 1:
+        links.send(tensor, 3)
+        tensor.zero_()
+    if where.index == 3:
+        time.sleep(0.3)
+        links.receive(tensor, 1)
+    dist.barrier()
+    return float(tensor.mean())
+
+
+def test_what_was_sent_may_be_overwritten() -> None:
+    assert run_ranks(WORLD, send_and_overwrite)[3] == 1.0
 
 
 def test_a_rank_may_be_alone() -> None:
