@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cli.terminal.console import say, wide_console
 
 PLAN = "plan --model llama-7b --cluster a100-80g:2x8 --tokens-per-step 1M --json"
@@ -48,3 +50,12 @@ def test_training_needs_no_streams(closed: str, tmp_path: Path) -> None:
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
     say(wide_console(), "wrote runs/[bold]a[/red]/[lr=3e-4]")
     assert capsys.readouterr().out == "wrote runs/[bold]a[/red]/[lr=3e-4]\n"
+
+
+@pytest.mark.parametrize(("name", "why"), [("taken", "Is a directory"), ("x" * 300, "File name too long")])
+def test_what_the_system_says_of_a_file_is_one_sentence(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    words = ["sim", "--model", "llama-7b", "--cluster", "a100-80g:1x8", "--plan", "preset:zero3", "--trace"]
+    result = CliRunner().invoke(app, [*words, str(tmp_path / name)])
+    assert result.exit_code == 1
+    assert f"thinwire: {tmp_path / name}: {why}" in result.output

@@ -16,7 +16,8 @@ from thinwire.extras import extra_of, missing_sentence
 
 @contextlib.contextmanager
 def explained(*, as_json: bool = False) -> Iterator[None]:
-    """Turn an error that thinwire raises on purpose, or a missing extra, into one message.
+    """Turn an error that thinwire raises on purpose, a missing extra, or what the system says of a file into one
+    message.
 
     Any other error keeps its traceback.
 
@@ -36,6 +37,11 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
         if extra is None:
             raise
         _show(missing_sentence("this command", (str(error.name),), extra), as_json=as_json)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _show(f"{error.filename}: {error.strerror}", as_json=as_json)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
