@@ -30,6 +30,15 @@ def test_a_full_disk_is_named(command: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "command", ["--version", "sim --model llama-7b --cluster a100-80g:1x8 --plan preset:zero3 --json"]
+)
+def test_a_reader_may_leave(command: str) -> None:
+    ended = shell(f"{command} | sleep 0; exit ${{PIPESTATUS[0]}}")
+    assert ended.returncode in (0, 1)
+    assert ended.stderr == ""
+
+
 TINY = """
 plan = { preset = "zero1" }
 model = { kind = "llama", layers = 1, hidden = 16, heads = 2 }
