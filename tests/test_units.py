@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from thinwire.units import (
     format_bandwidth,
     format_bytes,
     format_duration,
+    is_number,
     parse_bandwidth,
     parse_bytes,
     parse_duration,
@@ -151,3 +153,13 @@ def test_format_duration(seconds: float, text: str) -> None:
 def test_formatted_bytes_read_back_within_rounding(size: int) -> None:
     number, unit = format_bytes(size).replace(",", "").split()
     assert float(number) * parse_bytes(f"1{unit}") == pytest.approx(size, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [3, -0.5, True])
+def test_numbers_are_those_that_floats_hold(value: object) -> None:
+    assert is_number(value)
+
+
+@pytest.mark.parametrize("value", [10**400, math.nan, math.inf, "3", None, [3]])
+def test_all_else_is_no_number(value: object) -> None:
+    assert not is_number(value)

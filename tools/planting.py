@@ -18,7 +18,6 @@ from unittest import mock
 
 from tests.intercept import test_streams as intercept
 from tests.intercept import test_works as works
-from tests.sharding import test_unfreezing as unfreezing
 from tests.sharding.islands import test_inside as islands
 from tests.sharding.lanes import test_late as norms
 from tests.sharding.lanes import test_streams as streams
@@ -85,7 +84,7 @@ CASES: Final[dict[str, list[Case]]] = {
         (averaging.test_streams_wait_for_the_average, ("zero1", {"residence": {"optimizer": "host-stream"}}))
     ],
     "sharding/tensors/": [(shares.test_a_sum_that_a_rank_joins_late_arrives, ())],
-    "sharding/runtime/": [(unfreezing.test_new_masters_wait_for_what_is_under_way, ()), *_STEPS, *_EXCHANGES],
+    "sharding/runtime/": [*_STEPS, *_EXCHANGES],
     "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/lanes/": [
         (streams.test_a_drained_worker_has_nothing_left_to_do, ()),

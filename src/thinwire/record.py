@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from thinwire.errors import UsageError
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.units import is_number
 
 Record = Mapping[str, Any]
 
@@ -132,7 +132,7 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         path=path,
         recipe=Recipe.load(path / "recipe.toml"),
         plan=plan,
-        versions=_object(path / "versions.json") or {},
+        versions=_object(path / "versions.json", {}) or {},
         records=tuple(records),
         unreadable=unreadable,
         starts=tuple(starts),
@@ -142,7 +142,7 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         traces=tuple(sorted((path / "traces").glob("step*.json"))),
         profile=path / "profile.json" if (path / "profile.json").is_file() else None,
         expected=known if known is not None and known.plan == plan.fingerprint() else None,
-        race=_object(path / "race.json"),
+        race=_object(path / "race.json", {}),
     )
 
 
@@ -224,10 +224,10 @@ def _is_numeric(value: Any, depth: int) -> bool:
     if depth:
         below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (None,)
         return all(_is_numeric(one, depth - 1) for one in below)
-    return isinstance(value, int | float) and abs(value) < 1e300  # a whole number may be too large for a float
+    return is_number(value)
 
 
-def _object(path: Path, numbers: Mapping[str, int] = MappingProxyType({})) -> dict[str, Any] | None:
+def _object(path: Path, numbers: Mapping[str, int]) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

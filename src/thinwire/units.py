@@ -96,6 +96,11 @@ def parse_count(value: int | str) -> int:
     return int(number * factor)
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number that is not too large for a ``float``, which a whole number may be."""
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
 def format_bytes(size: float) -> str:
     """Format ``16777216`` as ``"16 MiB"``, with at most four significant digits and binary prefixes."""
     return _scaled(size, {"B": 1} | {prefix.title() + "B": factor for prefix, factor in _BINARY.items()})

@@ -137,21 +137,24 @@ def changed(tree: Any, draw: random.Random) -> Any:
     return tree
 
 
-def damaged(data: bytes, suffix: str, draw: random.Random) -> bytes:
-    if draw.random() < 0.7:
-        if suffix == ".json":
-            return json.dumps(changed(json.loads(data), draw)).encode()
-        if suffix == ".jsonl":
-            lines = data.decode().splitlines()
-            number = draw.randrange(len(lines))
-            lines[number] = json.dumps(changed(json.loads(lines[number]), draw))
-            return "\n".join(lines).encode()
-        if suffix == ".toml":
-            tree = changed(tomllib.loads(data.decode()), draw)
-            return "\n".join(f"{json.dumps(key)} = {as_toml(value)}" for key, value in tree.items()).encode()
-    start, lines_ = draw.randrange(len(data)), data.split(b"\n")
-    numbers = list(re.finditer(rb"\d+", data)) or list(re.finditer(rb"$", data))
-    number_ = draw.choice(numbers)
+def restated(data: bytes, suffix: str, draw: random.Random) -> bytes:
+    """The file written anew, with something changed in what it says."""
+    if suffix == ".json":
+        return json.dumps(changed(json.loads(data), draw)).encode()
+    if suffix == ".jsonl":
+        lines = data.decode().splitlines()
+        number = draw.randrange(len(lines))
+        lines[number] = json.dumps(changed(json.loads(lines[number]), draw))
+        return "\n".join(lines).encode()
+    tree = changed(tomllib.loads(data.decode()), draw)
+    return "\n".join(f"{json.dumps(key)} = {as_toml(value)}" for key, value in tree.items()).encode()
+
+
+def broken(data: bytes, draw: random.Random) -> bytes:
+    """The file with bytes, lines or digits that are missing or others."""
+    start, lines = draw.randrange(len(data)), data.split(b"\n")
+    line = start % len(lines)
+    number = draw.choice(list(re.finditer(rb"\d+|$", data)))
     return draw.choice(
         [
             b"",
@@ -159,10 +162,15 @@ def damaged(data: bytes, suffix: str, draw: random.Random) -> bytes:
             data[:start],
             data.replace(b"\n", b"\r\n"),
             data[:start] + bytes([draw.randrange(256)]) + data[start + 1 :],
-            b"\n".join(lines_[: start % len(lines_)] + lines_[start % len(lines_) + 1 :]),
-            data[: number_.start()] + draw.choice([b"1" * 400, b"NaN", b"-1", b"null"]) + data[number_.end() :],
+            b"\n".join(lines[:line] + lines[line + 1 :]),
+            data[: number.start()] + draw.choice([b"1" * 400, b"NaN", b"-1", b"null"]) + data[number.end() :],
         ]
     )
+
+
+def damaged(data: bytes, suffix: str, draw: random.Random) -> bytes:
+    is_known = suffix in (".json", ".jsonl", ".toml")
+    return restated(data, suffix, draw) if is_known and draw.random() < 0.7 else broken(data, draw)
 
 
 @pytest.mark.parametrize("name", CASES)

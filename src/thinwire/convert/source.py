@@ -15,6 +15,7 @@ from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
+from thinwire.units import is_number
 
 AUTO = "auto"
 """The value that Hugging Face's Trainer replaces with its own arguments."""
@@ -179,8 +180,7 @@ def where(fits: Callable[[Any], bool], expected: str, rule: Rule) -> Rule:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number that is not too large for a ``float``."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return is_number(value) and not isinstance(value, bool)
 
 
 def _judged(source: Source, table: Mapping[str, Any], rules: Rules, prefix: str) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.terminal.console import say, wide_console
+from thinwire.report import Sheet, rich_table
 
 PLAN = "plan --model llama-7b --cluster a100-80g:2x8 --tokens-per-step 1M --json"
 
@@ -57,8 +58,12 @@ def test_training_needs_no_streams(closed: str, tmp_path: Path) -> None:
 
 
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:
-    say(wide_console(), "wrote runs/[bold]a[/red]/[lr=3e-4]")
-    assert capsys.readouterr().out == "wrote runs/[bold]a[/red]/[lr=3e-4]\n"
+    path = "runs/[bold]a[/red]/[lr=3e-4]"
+    say(wide_console(), f"wrote {path}")
+    wide_console().print(rich_table(Sheet("", ["run"], 1, [[path]])))
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"wrote {path}\n")
+    assert printed.count(path) == 2
 
 
 @pytest.mark.parametrize(("name", "why"), [("taken", "Is a directory"), ("x" * 300, "File name too long")])

@@ -63,11 +63,7 @@ def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         for key in _COMPUTED_WITH
         if not isinstance(config.get(key), int | None)
     ]
-    if not isinstance(config.get("mlp_only_layers") or [], list):
-        problems.append(f"mlp_only_layers = {config['mlp_only_layers']!r} should be a list of whole numbers")
-    if problems:
-        raise SpecError(what, problems)
-    problems = [
+    problems += [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
         for key, names in _KEYS.items()
         if _first(config, names) is None
@@ -122,7 +118,7 @@ def _expert_problems(config: Mapping[str, Any]) -> list[str]:
         if (value := config.get(key, 1)) != 1
     ]
     dense = config.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))):
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
         problems.append(f"mlp_only_layers = {dense}: only the first blocks may be dense")
     if config.get("num_experts_per_tok", config.get("experts_per_token")) is None:
         problems.append(
