@@ -413,20 +413,38 @@ def test_both_sides_agree_who_connects(rank: int, local_rank: int, other: int) -
     assert (first < second) == (seen < own) == (rank < other)
 
 
-@given(st.binary(max_size=60), st.binary(max_size=60), st.integers(0, 32767), st.integers(1, 65535))
-def test_only_addresses_of_ranks_are_replaced(before: bytes, after: bytes, rank: int, port: int) -> None:
-    packed = struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(inside_of(rank)) + bytes(8)
+def sockaddr(address: str, port: int) -> bytes:
+    """A ``sockaddr_in``."""
+    return struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
+
+
+def published(host: str, address: bytes, unused: bytes, world: int) -> bytes:
+    """What gloo publishes of a rank: the length of its host's name and the name, a ``sockaddr_storage``, numbers of
+    connections."""
+    name = host.encode()
+    numbers = struct.pack(f"={1 + world}q", -1, *range(world))
+    return struct.pack("=Q", len(name)) + name + address + unused.ljust(112, b"\1")[:112] + numbers
+
+
+UNUSED = st.one_of(
+    st.binary(max_size=112),
+    st.builds(lambda before, port: before + sockaddr("2.0.0.0", port), st.binary(max_size=90), st.integers(0, 65535)),
+)
+"""gloo does not clear the rest of a ``sockaddr_storage``."""
+
+
+@given(st.from_regex(r"[a-z0-9.-]{0,60}", fullmatch=True), UNUSED, st.integers(0, 32767), st.integers(1, 65535))
+def test_only_addresses_of_ranks_are_replaced(host: str, unused: bytes, rank: int, port: int) -> None:
     asked = []
 
     def place(rank: int, port: int) -> tuple[str, int]:
         asked.append((rank, port))
         return seen_from(rank, 7), 4321
 
-    value = before + b"\xff" + packed + b"\xff" + after
-    changed = replace_addresses(value, place)
-    assert (rank, port) in asked
-    assert len(changed) == len(value)
-    assert seen_from(rank, 7) in addresses_in(changed)
+    value = published(host, sockaddr(inside_of(rank), port), unused, world=4)
+    assert addresses_in(value) == {inside_of(rank)}
+    assert replace_addresses(value, place) == published(host, sockaddr(seen_from(rank, 7), 4321), unused, world=4)
+    assert asked == [(rank, port)]
     assert replace_addresses(value, lambda *_: None) == value
 
 
@@ -434,8 +452,7 @@ def test_doors_are_checked_as_they_arrive(keys: Keys) -> None:
     inner = dist.HashStore()
     store = ShelteredStore(inner, None, 0, 2, 0, Door("a", "10.0.0.1", 5))  # type: ignore[arg-type]
     inner.set("thinwire/doors/1", "no door")
-    packed = struct.pack("=H", socket.AF_INET) + b"\0\x09" + socket.inet_aton(inside_of(1)) + bytes(8)
-    inner.set("address", packed.decode("latin-1"))
+    inner.set("address", sockaddr(inside_of(1), 9).decode("latin-1"))
     with pytest.raises(CollectiveError, match="a rank sent 7 bytes that are not"):
         store.get("address")
 

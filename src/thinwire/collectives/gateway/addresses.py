@@ -22,9 +22,13 @@ _MOST_LOCAL: Final = 250
 _LOOPBACK: Final = 127
 
 _SOCKADDR: Final = re.compile(
-    re.escape(struct.pack("=H", socket.AF_INET)) + rb"(?P<port>..)(?P<address>[^\x00]...)\x00{8}", re.DOTALL
+    re.escape(struct.pack("=H", socket.AF_INET)) + rb"(?P<port>..)(?P<address>[^\x00]...)\x00{8}(?P<unused>.{0,112})",
+    re.DOTALL,
 )
-"""A ``sockaddr_in``, as gloo stores it: family, port, address, and eight zeros."""
+"""A ``sockaddr_in``, as gloo stores it: family, port, address, and eight zeros, in a ``sockaddr_storage`` of 128 bytes.
+
+What gloo leaves in the rest is whatever its stack held, which can look like another address.
+"""
 
 
 def inside_of(rank: int) -> str:
@@ -51,7 +55,8 @@ def replace_addresses(value: bytes, place: Callable[[int, int], tuple[str, int] 
         if found is None:
             return match[0]
         address, port = found
-        return struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address) + bytes(8)
+        family, number = struct.pack("=H", socket.AF_INET), struct.pack(">H", port)
+        return family + number + socket.inet_aton(address) + bytes(8) + match["unused"]
 
     return _SOCKADDR.sub(replaced, value)
 
