@@ -286,9 +286,10 @@ def test_an_exception_tears_the_lab_down() -> None:
 )
 def test_whatever_ends_the_process_ends_its_lab(number: signal.Signals) -> None:
     code = f"""
-        import subprocess, time
+        import signal, subprocess, time
         from pathlib import Path
         from thinwire.lab import Lab, LabSpec
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
         with Lab(LabSpec(nodes=2, bandwidth=1e9)) as lab:
             process = subprocess.Popen(lab.hosts[1].command({STUBBORN!r}), stdout=subprocess.PIPE)
             process.stdout.readline()
