@@ -6,7 +6,7 @@ import _thread
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -19,8 +19,20 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.job import rollcall
-from thinwire.collectives.job.rollcall import REPORT, MeetingPlace, NotedExchange, Report, RollCall, judge
+from thinwire.collectives.job.current import job
+from thinwire.collectives.job.rollcall import (
+    COMPUTING,
+    REPORT,
+    MeetingPlace,
+    NotedExchange,
+    Report,
+    RollCall,
+    judge,
+    place_key,
+)
 from thinwire.errors import MismatchError
+from thinwire.sharding.lanes.recorder import Recorder
+from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -149,7 +161,7 @@ def test_autograds_thread_computes_and_lanes_do_not() -> None:
 
     def exchange() -> None:
         with place.doing("all_gather"):
-            found.append(place.on_main)
+            found.append(place.thread == COMPUTING)
         done.set()
 
     exchange()
@@ -162,8 +174,40 @@ def test_autograds_thread_computes_and_lanes_do_not() -> None:
     assert found == [True, True, False]
 
 
-def report(beat: int, *exchanges: NotedExchange, blocked: bool = True) -> Report:
-    return Report(beat, blocked, "", exchanges)
+def test_a_lane_that_computes_holds_up_a_verdict() -> None:
+    calls = RollCall(lambda: None, dist.HashStore)
+    calls.watching = True  # nobody is asked
+    calls.blocked_since = time.perf_counter() - 60
+    place, computes, ends = MeetingPlace(calls, (0, 1), "gather"), threading.Event(), threading.Event()
+    recorder = Recorder(None)
+    with mock.patch.object(job, "rollcall", calls):
+        decoding, exchanging = (ThreadWorker(f"test/{name}", recorder) for name in ("decode", "inter"))
+
+    def exchange() -> None:
+        with place.doing("all_gather"):
+            ends.wait()
+
+    def decode() -> None:
+        computes.set()
+        ends.wait()
+
+    try:
+        exchanging.submit(exchange, [], "exchange")
+        after = decoding.submit(decode, [], "decode")
+        exchanging.submit(lambda: None, [after], "waits")
+        assert computes.wait(10)
+        assert not calls._report(0).blocked
+        assert calls._report(1).exchanges
+    finally:
+        ends.set()
+    after.join()
+    exchanging.drain()
+    assert calls._report(2).blocked
+
+
+def report(beat: int, *exchanges: NotedExchange, blocked: bool = True, done: Sequence[NotedExchange] = ()) -> Report:
+    entered = {place_key(one.ranks, one.place): one.number for one in (*done, *exchanges)}
+    return Report(beat, blocked, "", exchanges, entered)
 
 
 def gather(
@@ -179,13 +223,24 @@ def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, b
 
 def test_only_ranks_that_cannot_go_on_are_judged() -> None:
     assert "rank 1 waits in all_gather on the spread lane" in verdict(gather(1), gather(1, place="spread"))
-    assert verdict(gather(1), gather(2))
+    assert verdict(gather(1), gather(1, place="spread"))
+    assert verdict(gather(1), NotedExchange((0, 1), "gather", 1, "all_reduce"))
     assert verdict(gather(1, (0, 8), (0, 8)), gather(1, (4, 0), (4, 0)))  # they would wait for other sizes
     assert not verdict(gather(1, (0, 8), (0, 8)), gather(1, (8, 0), (8, 0)))  # slow, not stuck
-    assert not verdict(gather(1), gather(2), blocked=False)  # it computes
-    assert not verdict(gather(1), gather(2), beats=(3, 3))  # no news from it
+    other = gather(1, place="spread")
+    assert not verdict(gather(1), other, blocked=False)  # it computes
+    assert not verdict(gather(1), other, beats=(3, 3))  # no news from it
+    assert not verdict(gather(1), gather(2))  # it has done its part of the first
     before = {0: report(0, gather(1)), 1: report(0, gather(1))}
     assert not judge(before, {0: report(1, gather(2)), 1: report(1, gather(1))}, (0, 1))  # one has moved
     assert not judge({0: report(0, gather(1))}, {0: report(1, gather(1))}, (0, 1))  # the other one is not waiting
+    three = {rank: NotedExchange((0, 1, 2), "gather", 5, "all_gather") for rank in range(3)}
+    elsewhere = NotedExchange((0, 1, 2), "spread", 1, "all_gather")
+    for done in ((), (three[2],)):  # whether rank 2 has done its part, so that the others may be slow
+        rounds = [
+            {0: report(beat, three[0]), 1: report(beat, three[1]), 2: report(beat, elsewhere, done=done)}
+            for beat in (0, 1)
+        ]
+        assert bool(judge(*rounds, (0, 1, 2))) == (not done)
     one = report(7, gather(3, (0, 8), (0, 8)))
     assert REPORT.decode(REPORT.encode(one)) == one

@@ -5,20 +5,22 @@ then waits in an exchange that some member never enters, and the timeout of the 
 
 Every exchange is noted here. Once a second, a thread of each process checks whether an exchange has taken longer than
 :data:`PATIENCE`. If so, the rank publishes its exchanges in the store and reads those of the others. Ranks are
-certainly stuck if every rank's computing thread waits, no exchange has been entered by all of its members alike, and
-none of that changes. Every rank then aborts its exchanges and raises an error that says where each rank waits. If some
-rank does not wait, it may just be slow, so the waiting ranks only log a warning, once.
+certainly stuck if every rank's computing thread waits, no lane computes, each exchange lacks a member that has never
+entered it alike, and none of that changes. Every rank then aborts its exchanges and raises an error that says where
+each rank waits. If some rank does not wait, it may just be slow, so the waiting ranks only log a warning, once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import torch
@@ -34,6 +36,9 @@ PATIENCE = 5.0
 
 INTERVAL = 1.0
 """Seconds between two checks."""
+
+COMPUTING = -1
+"""Stands for the identifier of the computing thread, of which there may be two: see :func:`_is_torchs_own`."""
 
 REMEDY = (
     "Every rank has to make the same calls: run forward, backward, evaluation, generation, saving and gathering on all "
@@ -78,13 +83,14 @@ class MeetingPlace:
         name: Name of the lane and the stage.
     """
 
-    __slots__ = ("_kind", "_name", "_number", "_pieces", "_ranks", "_rollcall", "on_main", "since")
+    __slots__ = ("__weakref__", "_kind", "_name", "_number", "_pieces", "_ranks", "_rollcall", "since", "thread")
 
     def __init__(self, rollcall: RollCall, ranks: tuple[int, ...], name: str) -> None:
         self._rollcall, self._ranks, self._name = rollcall, ranks, name
         self._number, self._kind, self._pieces = 0, "", cast(Pieces, ())
         self.since = 0.0  # time.monotonic() at the beginning of the current exchange
-        self.on_main = False  # whether the computing thread itself is in the exchange
+        self.thread = 0  # identifier of the thread in the exchange; COMPUTING if that is the computing thread itself
+        rollcall.places.add(self)
 
     def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
         """Describe the exchange that this thread is about to enter."""
@@ -94,7 +100,8 @@ class MeetingPlace:
     def __enter__(self) -> None:
         self._number += 1
         self.since = time.monotonic()
-        self.on_main = threading.get_ident() == self._rollcall.main or _is_torchs_own()
+        thread = threading.get_ident()
+        self.thread = COMPUTING if thread == self._rollcall.main or _is_torchs_own() else thread
         self._rollcall.under_way[id(self)] = self
         if not self._rollcall.watching:
             self._rollcall.watch()
@@ -103,10 +110,19 @@ class MeetingPlace:
         self._rollcall.under_way.pop(id(self), None)
         self._pieces = ()
 
+    def entered(self) -> tuple[str, int]:
+        """What tells this place from others, and how many exchanges this rank has entered at it."""
+        return place_key(self._ranks, self._name), self._number
+
     def exchange(self) -> NotedExchange:
         """The current exchange, in the form that is published."""
         sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self._pieces]
         return NotedExchange(self._ranks, self._name, self._number, self._kind, *sizes)
+
+
+def place_key(ranks: tuple[int, ...], place: str) -> str:
+    """A short name of a place: a report names all places of a rank, of which each may have thousands of members."""
+    return hashlib.blake2b(f"{ranks} {place}".encode(), digest_size=8).hexdigest()
 
 
 def _is_torchs_own() -> bool:
@@ -121,15 +137,17 @@ class Report:
 
     Attributes:
         beat: Number of the report; it grows with every report of a rank.
-        blocked: Whether the rank's computing thread waits.
+        blocked: Whether the rank's computing thread waits, and no lane computes.
         at: What the rank computes, in words.
         exchanges: Exchanges that have begun and not ended.
+        entered: Number of exchanges that the rank has entered at each place.
     """
 
     beat: int
     blocked: bool
     at: str
     exchanges: tuple[NotedExchange, ...]
+    entered: dict[str, int]
 
 
 REPORT: Final[Typed[Report]] = Typed(Report)
@@ -141,10 +159,11 @@ class RollCall:
     Attributes:
         verdict: Sentence that says where each rank waits, once ranks are found to be stuck; empty before.
         describe: Returns what the computing thread is doing, in words; set by the runtime.
+        busy_threads: Returns the identifiers of the threads of lanes that compute or exchange; set by these lanes.
         under_way: Meeting places of exchanges that have begun and not ended, by ``id``.
+        places: All meeting places.
         blocked_since: time.perf_counter() at which the computing thread began to wait for a lane; ``None`` if it does
-        not
-            wait.
+            not wait.
         main: Identifier of the computing thread.
         watching: Whether the watching thread has been started.
     """
@@ -154,8 +173,10 @@ class RollCall:
         self._store = store
         self.verdict = ""
         self.describe: Callable[[], str] = str
+        self.busy_threads: Callable[[], set[int]] = set
         self._give_up = give_up
         self.under_way: dict[int, MeetingPlace] = {}
+        self.places: weakref.WeakSet[MeetingPlace] = weakref.WeakSet()
         self.blocked_since: float | None = None
         self.main = threading.main_thread().ident
         self.watching = False
@@ -228,11 +249,13 @@ class RollCall:
         under_way = list(self.under_way.values())
         since = self.blocked_since  # the computing thread may clear it at any time
         blocked = since is not None and time.perf_counter() - since > INTERVAL
+        exchanging = {one.thread for one in under_way}
         return Report(
             beat,
-            blocked or any(one.on_main for one in under_way),
+            (blocked or COMPUTING in exchanging) and self.busy_threads() <= exchanging,
             self.describe(),
             tuple(one.exchange() for one in under_way),
+            dict(one.entered() for one in list(self.places)),
         )
 
     def _warn(self, at: str, me: int) -> None:
@@ -267,7 +290,7 @@ def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int
         one, other = before.get(rank), now.get(rank)
         if one is None or other is None or not other.blocked:
             return ""
-        if one.beat == other.beat or (one.exchanges, one.blocked) != (other.exchanges, other.blocked):
+        if one.beat == other.beat or replace(one, beat=other.beat, at=other.at) != other:
             return ""
     for report in (now[rank] for rank in ranks):
         for exchange in report.exchanges:
@@ -278,23 +301,26 @@ def judge(before: dict[int, Report], now: dict[int, Report], ranks: Sequence[int
 
 
 def _may_go_on(exchange: NotedExchange, reports: dict[int, Report]) -> bool:
-    """Whether all members have entered an exchange and send as many bytes as the others expect."""
-    entered = []
-    for rank in exchange.ranks:
-        same = [other for other in reports[rank].exchanges if _identity(other) == _identity(exchange)]
-        if not same:
-            return False
-        entered.append(same[0])
+    """Whether all members have entered an exchange and send as many bytes as the others expect. One that is done with
+    its own part may be elsewhere, while the others are still sending."""
+    there: dict[int, NotedExchange] = {}
+    for index, rank in enumerate(exchange.ranks):
+        report = reports[rank]
+        here = [other for other in report.exchanges if (other.ranks, other.place) == (exchange.ranks, exchange.place)]
+        same = [other for other in here if (other.number, other.kind) == (exchange.number, exchange.kind)]
+        if same:
+            there[index] = same[0]
+        else:
+            reached = report.entered.get(place_key(exchange.ranks, exchange.place), 0)
+            done = reached - any(other.number == reached for other in here)
+            if done < exchange.number:
+                return False
     return all(
         not one.sends or not other.receives or one.sends[j] == other.receives[i]
-        for i, one in enumerate(entered)
-        for j, other in enumerate(entered)
+        for i, one in there.items()
+        for j, other in there.items()
         if i != j
     )
-
-
-def _identity(exchange: NotedExchange) -> tuple[object, ...]:
-    return exchange.ranks, exchange.place, exchange.number, exchange.kind
 
 
 def _place(report: Report) -> str:

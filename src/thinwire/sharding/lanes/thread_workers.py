@@ -27,13 +27,14 @@ class _ThreadTicket(Ticket):
         self._running.acquire()
         self._finished = False
         self._error: BaseException | None = None
+        self.started = 0.0  # time.perf_counter() at which the body began; 0 before
 
     def run(self) -> None:
         try:
             for ticket in self._after:
                 assert isinstance(ticket, _ThreadTicket)
                 ticket.join()
-            started = time.perf_counter()
+            self.started = started = time.perf_counter()
             self._body()
             self._worker.spent += time.perf_counter() - started
             self._worker.note(self._worker.name, self._label, started)
@@ -85,15 +86,23 @@ class _Thread:
     def __init__(self, name: str) -> None:
         self.queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
         self.newest: _ThreadTicket | None = None
+        self._current: _ThreadTicket | None = None
         # A daemon, so that the process can exit even if a peer is stuck.
-        threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True)
+        self._thread.start()
 
     def _loop(self) -> None:
         with torch.no_grad():
             while True:
-                ticket = self.queue.get()
-                ticket.run()
-                del ticket
+                self._current = self.queue.get()
+                self._current.run()
+                self._current = None
+
+    @classmethod
+    def busy(cls) -> set[int]:
+        """Identifiers of the threads that compute or exchange, rather than wait for another."""
+        running = [(thread._thread.ident, thread._current) for thread in list(cls.by_name.values())]
+        return {ident for ident, ticket in running if ident is not None and ticket is not None and ticket.started}
 
 
 @atexit.register
@@ -112,6 +121,7 @@ class ThreadWorker(Worker):
 
     def __init__(self, name: str, recorder: Recorder) -> None:
         super().__init__(name, recorder)
+        job.rollcall.busy_threads = _Thread.busy
         self.waited = self.spent = 0.0
         self._last: _ThreadTicket | None = None
 
