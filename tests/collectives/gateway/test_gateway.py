@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
+import os
 import secrets
+import signal
 import socket
 import ssl
 import stat
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,13 +26,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.cluster import wait_until
 
 from thinwire.collectives import group
 from thinwire.collectives.gateway import keys as keys_module
 from thinwire.collectives.gateway.addresses import addresses_in, inside_of, replace_addresses, seen_from
 from thinwire.collectives.gateway.client import Gateway, GatewayRefusedError
 from thinwire.collectives.gateway.keys import Keys, make_keys
-from thinwire.collectives.gateway.process import MOST_STRANGERS
+from thinwire.collectives.gateway.process import MOST_STRANGERS, End, Forwarder
 from thinwire.collectives.gateway.shelter import Shelter
 from thinwire.collectives.gateway.store import BACKEND, Door, ShelteredStore
 from thinwire.collectives.links.rendezvous import Rendezvous
@@ -87,7 +93,7 @@ def echo() -> Iterator[Echo]:
 @pytest.fixture(scope="module")
 def pair(keys: Keys) -> Iterator[tuple[Gateway, Gateway, int]]:
     """Gateways of two ranks, and the port of the first."""
-    first, second = Gateway(keys, "job"), Gateway(keys, "job")
+    first, second = Gateway(keys, "job", 2), Gateway(keys, "job", 2)
     yield first, second, first.open("127.0.0.1", 0, inside=INSIDE)
     second.close()
     first.close()
@@ -125,7 +131,7 @@ def test_bytes_pass_in_both_directions(pair: tuple[Gateway, Gateway, int], echo:
 
 def test_a_wrong_secret_is_one_sentence(pair: tuple[Gateway, Gateway, int], other_keys: Keys, echo: Echo) -> None:
     _, _, port = pair
-    impostor = Gateway(other_keys, "job")
+    impostor = Gateway(other_keys, "job", 2)
     with pytest.raises(GatewayRefusedError, match="the keys there are others, or have expired; copy one directory"):
         impostor.reach("127.0.0.1", port, 20)
     at = impostor.listen("127.0.0.1", "127.0.0.1", port, echo.port)
@@ -139,7 +145,7 @@ def test_other_jobs_ports_and_programs_are_told_apart(
     pair: tuple[Gateway, Gateway, int], keys: Keys, tmp_path: Path
 ) -> None:
     _, second, port = pair
-    stray = Gateway(keys, "another job")
+    stray = Gateway(keys, "another job", 2)
     with pytest.raises(GatewayRefusedError, match="a rank of another job"):
         stray.reach("127.0.0.1", port, 20)
     stray.close()
@@ -169,7 +175,7 @@ def test_strangers_disturb_nobody(pair: tuple[Gateway, Gateway, int], echo: Echo
     data = secrets.token_bytes(1 << 20)
     for _ in range(200):
         socket.create_connection(("127.0.0.1", port)).close()
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_STRANGERS + 50)]
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_STRANGERS + 2 * 2 + 50)]
     assert exchange(at, data) == data
     assert ends(silent[0])
     for _ in range(20):
@@ -261,7 +267,7 @@ def test_what_is_overheard_can_be_neither_read_nor_replayed_nor_changed(
 
 
 def test_a_gateway_ends_with_its_rank(keys: Keys) -> None:
-    gateway = Gateway(keys, "job")
+    gateway = Gateway(keys, "job", 2)
     port = gateway.open("127.0.0.1", 0, inside=INSIDE)
     process = gateway._process
     gateway.close()
@@ -270,6 +276,47 @@ def test_a_gateway_ends_with_its_rank(keys: Keys) -> None:
         socket.create_connection(("127.0.0.1", port))
     with pytest.raises(CollectiveError, match="this rank's gateway has ended"):
         gateway.listen("127.0.0.1", "127.0.0.1", port, 1)
+
+
+PARENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from thinwire.collectives.gateway.client import Gateway
+from thinwire.collectives.gateway.keys import Keys
+gateway = Gateway(Keys.read(Path(sys.argv[1])), "job", 2)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+print(gateway._process.pid, child, flush=True)
+gateway.close() if sys.argv[2] == "closes" else os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_a_gateway_ends_with_its_rank_though_a_child_of_that_lives(keys: Keys, end: str) -> None:
+    """Workers that load data inherit the rank's pipe to its gateway."""
+    command = [sys.executable, "-c", PARENT, str(keys.directory), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        gateway, child = map(int, rank.stdout.readline().split())
+        try:
+            assert wait_until(lambda: not Path(f"/proc/{gateway}").exists())
+            assert Path(f"/proc/{child}").exists()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_many_ranks_may_start_at_once(keys: Keys, echo: Echo) -> None:
+    async def dial(port: int) -> list[object]:
+        ranks = Forwarder(str(keys.certificate), str(keys.key), "job", 1)
+        dials = (ranks._dial("127.0.0.1", port, echo.port) for _ in range(MOST_STRANGERS + 20))
+        return await asyncio.gather(*dials, return_exceptions=True)
+
+    gateway = Gateway(keys, "job", MOST_STRANGERS + 21)
+    ends = asyncio.run(dial(gateway.open("127.0.0.1", 0, inside=INSIDE)))
+    assert {type(end) for end in ends} == {End}
+    gateway.close()
 
 
 def listeners(pid: int) -> set[str]:
@@ -397,7 +444,7 @@ def test_keys_are_their_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made.key.chmod(0o600)
     made.key.write_text("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
     with pytest.raises(UsageError, match=r"cluster.keys = .* cannot be used \(.*\); make new ones"):
-        Gateway(made, "job")
+        Gateway(made, "job", 2)
     monkeypatch.setattr(keys_module.shutil, "which", lambda name: None)
     with pytest.raises(UsageError, match="needs the command openssl"):
         make_keys(tmp_path / "without")

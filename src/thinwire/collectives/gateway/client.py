@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -26,7 +27,7 @@ class Gateway:
         UsageError: The keys cannot be used.
     """
 
-    def __init__(self, keys: Keys, job: str) -> None:
+    def __init__(self, keys: Keys, job: str, world: int) -> None:
         self._keys = keys
         self._lock = threading.Lock()
         # A session of its own: signals of the terminal are meant for the rank.
@@ -36,7 +37,7 @@ class Gateway:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        answer = self._ask("start", certificate=str(keys.certificate), key=str(keys.key), job=job)
+        answer = self._ask("start", certificate=str(keys.certificate), key=str(keys.key), job=job, world=world)
         if "error" in answer:
             self.close()
             raise UsageError(
@@ -85,9 +86,13 @@ class Gateway:
 
     def close(self) -> None:
         """Let the process end, after its last bytes."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        with contextlib.suppress(OSError):
+            stdin.write(b'{"do": "end"}\n')  # children of this process may hold the pipe open
+            stdin.close()
+        stdout.close()
         self._process.wait()
 
     def _ask(self, action: str, **arguments: Any) -> dict[str, Any]:

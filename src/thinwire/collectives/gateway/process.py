@@ -1,8 +1,8 @@
 """The process of a gateway. It forwards connections between a rank and the gateways of other hosts.
 
 It is a program of its own, which imports neither thinwire nor torch, so that it starts at once and has no secrets but
-the keys. The rank sends it one JSON object per line and gets one back. It ends when the rank closes its standard input,
-or dies, and its last bytes are on their way.
+the keys. The rank sends it one JSON object per line and gets one back. It ends when the rank says so, or dies, and its
+last bytes are on their way.
 
 From a connection of another host, nothing is interpreted before the TLS handshake has shown that the other side has the
 job's keys. Then come 18 bytes: the job and the port that is wanted. The port must be one of this rank's own.
@@ -36,7 +36,7 @@ HANDSHAKE: Final = 10.0
 """Seconds that a connection has to authenticate and to say what it wants."""
 
 MOST_STRANGERS: Final = 128
-"""Connections that may be authenticating at one time; one more ends the oldest."""
+"""Connections that may be authenticating at one time, beside two for each rank of the job; one more ends the oldest."""
 
 LAST_BYTES: Final = 2.0
 """Seconds that connections have to send what they hold after the rank has gone."""
@@ -127,7 +127,8 @@ _open_ends: set[End] = set()
 class Forwarder:
     """What a gateway does. The job's certificate is also the only one that it trusts."""
 
-    def __init__(self, certificate: str, key: str, job: str) -> None:
+    def __init__(self, certificate: str, key: str, job: str, world: int) -> None:
+        self._most = MOST_STRANGERS + 2 * world
         self._job = hashlib.blake2b(job.encode(), digest_size=16).digest()
         self._as_server = tls_context(ssl.PROTOCOL_TLS_SERVER, certificate, key)
         self._as_client = tls_context(ssl.PROTOCOL_TLS_CLIENT, certificate, key)
@@ -219,7 +220,7 @@ class Forwarder:
                     return
                 await asyncio.sleep(_RETRY)  # too many open files, for example: others will close
                 continue
-            if len(self._strangers) >= MOST_STRANGERS:
+            if len(self._strangers) >= self._most:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]  # now, because it ends later
                 oldest.cancel()
@@ -283,8 +284,12 @@ class Forwarder:
             _, end = await asyncio.get_running_loop().create_connection(
                 End, host, port, ssl=self._as_client, server_hostname=""
             )
-            end.transport.write(HELLO.pack(self._job, target))
-            answer = await end.read(1)
+            try:
+                end.transport.write(HELLO.pack(self._job, target))
+                answer = await end.read(1)
+            except BaseException:  # the time is over, for example
+                end.transport.abort()
+                raise
         except ssl.SSLError as error:
             # What is no TLS at all is another program; everything else is a gateway with other keys.
             raise RefusedError("program" if error.reason in _NO_TLS else "keys") from error
@@ -320,6 +325,14 @@ def _send_at_once(end: End) -> None:
     end.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+async def _end_with(rank: int, requests: asyncio.StreamReader) -> None:
+    """End the requests when the rank has died: its other children, such as workers that load data, may hold the pipe
+    open."""
+    while os.getppid() == rank:
+        await asyncio.sleep(1.0)
+    requests.feed_eof()
+
+
 async def _serve() -> None:
     """Answer the rank's requests until it closes its end."""
     loop = asyncio.get_running_loop()
@@ -327,9 +340,12 @@ async def _serve() -> None:
     requests = asyncio.StreamReader(limit=1 << 20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
     forwarder: Forwarder | None = None
+    watch = loop.create_task(_end_with(os.getppid(), requests))
     while line := await requests.readline():
         request = json.loads(line)
         action = request.pop("do")
+        if action == "end":
+            break
         if action == "start":
             try:
                 forwarder = Forwarder(**request)
@@ -340,6 +356,7 @@ async def _serve() -> None:
             answer = await getattr(forwarder, action)(**request)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+    watch.cancel()
     if forwarder is not None:
         await forwarder.close()
 

@@ -45,7 +45,7 @@ class Shelter:
         self._place, self._timeout = place, timeout
         # torchrun's own store has its port, and is not used.
         self._port = place.port + 1 if place.at_launcher else place.port
-        self._gateway = Gateway(keys, _job(place.world, os.environ))
+        self._gateway = Gateway(keys, _job(place.world, os.environ), place.world)
         try:
             inner, address, port = self._host() if place.rank == 0 else self._join()
         except BaseException:
