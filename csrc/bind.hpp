@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "codec_kinds.hpp"
+#include "pool.hpp"
 
 namespace thinwire {
 

@@ -7,7 +7,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 void bind_delta(nb::module_& module) {
-    using Released = nb::call_guard<nb::gil_scoped_release>;
+    using Released = nb::call_guard<nb::gil_scoped_release, DefaultFloats>;
     module.def(
         "delta_bytes",
         [](int dtype, std::int64_t numel, int log) { return delta_bytes(delta_type(dtype), numel, log); }, "dtype"_a,

@@ -19,7 +19,7 @@ Sum sum_of(Address wires, std::int64_t count, std::int64_t stride, std::int64_t 
 }  // namespace
 
 void bind_fixed(nb::module_& module) {
-    using Released = nb::call_guard<nb::gil_scoped_release>;
+    using Released = nb::call_guard<nb::gil_scoped_release, DefaultFloats>;
     nb::class_<Codec>(module, "Codec")
         .def(
             "__init__",

@@ -9,7 +9,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 void bind_lossless(nb::module_& module) {
-    using Released = nb::call_guard<nb::gil_scoped_release>;
+    using Released = nb::call_guard<nb::gil_scoped_release, DefaultFloats>;
     struct Lossless {
         std::unique_ptr<const LosslessFormat> format;
     };

@@ -88,6 +88,7 @@ private:
     }
 
     void serve() {
+        const DefaultFloats floats;
         std::unique_lock lock(mutex_);
         while (true) {
             const auto open = std::find_if(open_.begin(), open_.end(), [](Job* job) { return job->helpers > 0; });

@@ -2,11 +2,27 @@
 #pragma once
 
 #include <algorithm>
+#include <cfenv>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
 
 namespace thinwire {
+
+// Default rounding and denormals while it lives, whatever the thread is set to: all threads and hosts compute alike.
+class DefaultFloats {
+public:
+    DefaultFloats() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloats() { std::fesetenv(&before_); }
+    DefaultFloats(const DefaultFloats&) = delete;
+    DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+private:
+    std::fenv_t before_;
+};
 
 namespace detail {
 

@@ -10,6 +10,7 @@ from tests.support.codecs.samples import LOSSLESS, of_every_fixed_family
 
 from thinwire import codecs
 from thinwire.codecs.cpp import _native
+from thinwire.codecs.seeds import fold_seed
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import FAMILIES, encodable_dtypes
@@ -219,6 +220,35 @@ def test_tensors_that_are_not_contiguous_or_begin_anywhere(name: str, backend: s
             decoded = codec.decode(wire, x.numel(), dtype, out=room[1:-1])
             assert same(decoded, codec.decode(wire, x.numel(), dtype))
             assert (room[[0, -1]] == 77).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_signs_that_torch_has_not_applied_yet(name: str) -> None:
+    """The imaginary part of a conjugate, for example, is a view of values with the other sign."""
+    codec, seen = codecs.get(name, backend="cpp"), torch._neg_view(torch.arange(300, dtype=dtypes_of(name)[0]))
+    assert seen.is_neg()
+    assert torch.equal(codec.encode(seen, seed=1), codec.encode(seen.clone(), seed=1))
+
+
+def test_denormals_are_kept_whatever_the_thread_is_set_to() -> None:
+    """torch sets it for one thread, and the pool has others."""
+    codec, threads = codecs.get("none", backend="cpp"), torch.get_num_threads()
+    wires = torch.stack([codec.encode(torch.full((1 << 20,), 1e-40))] * 2)
+    torch.set_num_threads(4)
+    try:
+        before = codec.decode_sum(wires, 1 << 20)
+        torch.set_flush_denormal(True)
+        after = [codec.decode_sum(wires, 1 << 20).view(torch.int32) for _ in range(5)]
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+    assert all(torch.equal(before.view(torch.int32), one) for one in after)
+    assert before.count_nonzero() == 1 << 20
+
+
+def test_the_halves_of_a_long_seed_both_count() -> None:
+    seeds = [0, 5, 5 << 32, 5 << 32 | 5, 1 << 63]
+    assert len({fold_seed(seed) for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])

@@ -21,7 +21,7 @@ def checked_values(spec: CodecSpec, x: Tensor) -> Tensor:
         SpecError: The codec does not encode this dtype.
     """
     spec.check_dtype(x.dtype)
-    return x.detach().contiguous().view(-1)
+    return x.detach().resolve_neg().contiguous().view(-1)
 
 
 def checked_seed(spec: CodecSpec, seed: int | None) -> int:

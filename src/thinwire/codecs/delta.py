@@ -85,7 +85,7 @@ class Delta:
                 f"new should be of {old.numel()} values of {old.dtype} on {old.device}, as old is; it is "
                 f"{tuple(new.shape)} {new.dtype} on {new.device}"
             )
-        before, after = old.detach().contiguous(), new.detach().contiguous()
+        before, after = old.detach().resolve_neg().contiguous(), new.detach().resolve_neg().contiguous()
         room = checked_room(out, self.max_wire_bytes(old.numel(), old.dtype), old.device)
         nbytes = _native.encode_delta(
             _number(old.dtype),
@@ -125,7 +125,7 @@ class Delta:
                 f"a message should be a contiguous 1-D uint8 tensor on CPU, this one is {tuple(message.shape)} "
                 f"{message.dtype} on {message.device}"
             )
-        before = old.detach().contiguous()
+        before = old.detach().resolve_neg().contiguous()
         result = torch.empty_like(before) if out is None else out
         if result.dtype != old.dtype or result.numel() != old.numel() or not result.is_contiguous():
             raise UsageError(

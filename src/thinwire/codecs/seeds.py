@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+_ZERO = 0x9E3779B9
+"""Stands for the lower half of a long seed if that is 0, which would leave no trace."""
+
 
 def fold_seed(seed: int) -> int:
     """Fold a seed of any size to 32 bits so that different seeds rarely collide."""
-    folded = 0
     remaining = seed % (1 << 64)
+    folded = _ZERO if remaining and not remaining & 0xFFFFFFFF else 0
     while remaining:
         folded = _mix(folded ^ (remaining & 0xFFFFFFFF))
         remaining >>= 32

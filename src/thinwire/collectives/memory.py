@@ -2,7 +2,8 @@
 network card can be added in one place.
 
 On CUDA, the caching allocator reuses freed memory. On CPU there is no such allocator, and malloc spends time on large
-blocks that are allocated and freed in every step. So blocks are kept here and reused once nothing refers to them.
+blocks that are allocated and freed in every step. So blocks are kept here and reused once nothing refers to them. Some
+buffers differ in size from step to step; blocks therefore have few sizes, eight between a power of two and the next.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < SMALLEST:
         return torch.empty(numel, dtype=dtype, device=device)
+    unit = 1 << (nbytes.bit_length() - 4)
+    nbytes = (nbytes + unit - 1) // unit * unit
     with _lock:
         kept = _blocks.setdefault(nbytes, [])
         block = next((block for block in kept if _unused(block)), None)

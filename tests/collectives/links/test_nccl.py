@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Meter, Subgroup, control, mesh_group
 from thinwire.collectives.links import gloo
-from thinwire.collectives.links.nccl import Membership, NcclLinks
+from thinwire.collectives.links.nccl import Membership, NcclLinks, joined
 from thinwire.collectives.links.transport import agree_on_transport, choose_transport
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.errors import CollectiveError, UsageError
@@ -48,6 +48,13 @@ def real_backend(name: str) -> dist.ProcessGroupGloo:
     """A backend of torch's own, whose methods have the arguments that those of NCCL's have."""
     where = membership(name)
     return dist.ProcessGroupGloo(where.store, where.index, WORLD, TIMEOUT)
+
+
+def test_neighbours_in_memory_are_not_always_one_tensor() -> None:
+    memory = bytearray(24)
+    first, second = (torch.frombuffer(memory, dtype=torch.float32, count=3, offset=offset) for offset in (0, 12))
+    assert joined([first, second]) is None
+    assert joined(list(torch.zeros(2, 3))) is not None
 
 
 # -- every call ------------------------------------------------------------------------------------------------

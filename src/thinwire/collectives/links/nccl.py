@@ -115,9 +115,11 @@ class NcclLinks(Connections):
 def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The contiguous vector that pieces of equal size form; ``None`` if they do not form one."""
     first, size = pieces[0], pieces[0].numel()
-    address = first.data_ptr()
+    address, memory = first.data_ptr(), first.untyped_storage().data_ptr()
     for i, piece in enumerate(pieces):
         if piece.numel() != size or piece.data_ptr() != address + i * size * first.element_size():
+            return None
+        if piece.untyped_storage().data_ptr() != memory:  # neighbours by chance
             return None
     return first.as_strided((size * len(pieces),), (1,))
 
