@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from tests.support.training.edge import TOLERANCE, build, close, gap, raised, samples, whole
 from tests.support.training.models import Stack
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import thinwire as tw
 from thinwire.collectives import group
@@ -106,6 +108,10 @@ def check_refusals(hosts: Path) -> None:
     cyclic = tw.Plan.preset("zero3", nodes=2, local=2, topology=str(hosts))
     assert "ranks 0 to 1 of node 0 run on a, b: start ranks host by host" in raised(
         SpecError, tw.shard, build(Stack), cyclic
+    )
+    mesh = DeviceMesh("cpu", [2, 3, 0, 1])
+    assert "the mesh has an order of its own, [2, 3, 0, 1]: give its ranks in ascending order" in raised(
+        SpecError, functools.partial(tw.shard, mesh=mesh), build(Stack), asked(hosts)
     )
 
 

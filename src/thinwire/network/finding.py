@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
@@ -28,7 +28,12 @@ from thinwire.program import Lane
 from thinwire.program.stages import Stage
 from thinwire.spec import Factor
 
+T = TypeVar("T")
+
 _SECONDS: Final[Typed[list[float]]] = Typed(list[float])
+_LEAVES: Final[Typed[list[list[int]]]] = Typed(list[list[int]])
+_CONTRAST: Final[Typed[Contrast]] = Typed(Contrast)
+_SPREAD: Final[Typed[float]] = Typed(float)
 
 FEWEST_NODES = 3
 """Nodes from which their order can matter."""
@@ -131,20 +136,24 @@ class _Finder:
         nodes, draw = self._mesh.nodes, random.Random(1)
         everyone = [list(range(nodes))]
         verdict = None
-        guess = grouped(self._samples, nodes)
+        guess = self._agreed(grouped(self._samples, nodes), _LEAVES)
         for _ in range(ATTEMPTS):
             if len(guess) in (1, nodes):
                 break  # nothing to compare
             self._report(f"testing {len(guess)} leaves")
             near, far = self._test(guess, draw)
-            verdict = contrast(near, far)
+            verdict = self._agreed(contrast(near, far), _CONTRAST)
             tested, self._samples = guess, [*self._samples, *near, *far]
-            guess = grouped(self._samples, nodes)
+            guess = self._agreed(grouped(self._samples, nodes), _LEAVES)
             if guess == tested and verdict.ratio >= LEAST_RATIO and verdict.certainty >= LEAST_CERTAINTY:
                 return guess, verdict, True
-        if spread(self._samples) <= EVEN:
+        if self._agreed(spread(self._samples), _SPREAD) <= EVEN:
             return everyone, None, True
         return guess, verdict, False
+
+    def _agreed(self, mine: T, typed: Typed[T]) -> T:
+        """What rank 0 makes of the samples: processors may round differently, and all ranks have to go on alike."""
+        return self._control.all_gather_typed(mine, typed)[0]
 
     def _test(self, leaves: Sequence[Sequence[int]], draw: random.Random) -> tuple[list[Timed], list[Timed]]:
         """Exchanges inside leaves and across, in turn, because the machine's pace may change."""

@@ -53,17 +53,30 @@ def host_name(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURMD_NODENAME") or platform.node()
 
 
-def order_ranks(plan: Plan, control: Control, device: torch.device) -> Ordered:
+def order_ranks(plan: Plan, control: Control, device: torch.device, members: Sequence[int] | None = None) -> Ordered:
     """Order the ranks by the plan's ``topology``, so that as few bytes as possible cross leaf switches.
 
     Every rank calls this. Rank 0 alone reads the topology, so that a thousand ranks do not ask SLURM's controller.
 
+    Args:
+        plan: The plan.
+        control: The ranks.
+        device: Device of tensors that pairs exchange.
+        members: The same ranks in the order that the caller has given them, if any.
+
     Raises:
-        SpecError: On every rank: the topology cannot be read, lacks a host, or cannot be found by timing.
+        SpecError: On every rank: the topology cannot be read, lacks a host, or cannot be found by timing, or the ranks
+            have an order already.
         MismatchError: On every rank: ranks have different plans.
     """
     if plan.topology is None or plan.world != control.size:
         return Ordered(plan)  # ranks of another number are refused where the model is sharded
+    if members is not None and list(members) != sorted(members):
+        raise _unusable(
+            plan,
+            plan.topology,
+            f"the mesh has an order of its own, {list(members)}: give its ranks in ascending order, or no topology",
+        )
     orders = _known.setdefault(control, {})
     key = plan.fingerprint()
     if key not in orders:

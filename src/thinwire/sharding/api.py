@@ -116,7 +116,7 @@ def shard(
     target = None if device is None else torch.device(device)
     members = groups.ranks_of(mesh, group)
     present = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    plan = order_ranks(plan, groups.control(members), target or present).plan
+    plan = order_ranks(plan, groups.control(members), target or present, members).plan
     units, plan = join_parts(model, plan, units, members)
     added = Additions(model)
     build(
