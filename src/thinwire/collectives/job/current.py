@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import weakref
 from collections.abc import Callable
@@ -68,3 +69,5 @@ class CurrentJob:
 
 
 job: Final = CurrentJob()
+
+atexit.register(lambda: job.rollcall.close())

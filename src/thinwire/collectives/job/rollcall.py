@@ -180,6 +180,7 @@ class RollCall:
         self.blocked_since: float | None = None
         self.main = threading.main_thread().ident
         self.watching = False
+        self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._warned = False
         self._absent: tuple[int, ...] = ()  # ranks that were in no exchange when this rank last asked
@@ -188,7 +189,8 @@ class RollCall:
 
     def watch(self) -> None:
         self.watching = True
-        threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True)
+        self._thread.start()
 
     def find_verdict(self) -> str:
         """The verdict of this rank or another; empty if there is none. Another rank may have aborted this rank's
@@ -204,7 +206,10 @@ class RollCall:
         return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
 
     def close(self) -> None:
+        """Stop watching. An interpreter that exits while the thread is inside the transport's C++ would abort."""
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join(INTERVAL)
 
     # -- the watching thread -----------------------------------------------------------------------------------
 
