@@ -89,12 +89,12 @@ CASES = [
     Case("axis of a gather", "hpz", of_each(primary), PARTLY, (("secondary_reuse", True),)),
     Case("units of a spread", "zero1-node", backwards, PARTLY, (("overlap", {"spread": False}),)),
     Case("kind of a spread", "zero1-node", of_each(as_broadcast), OBEYED),
-    Case("encoded spread", "zero1-node", on(Lane.SPREAD, encoded=False), PARTLY),
+    Case("encoded spread", "zero1-node", on(Lane.SPREAD, encoded=False), CHECKED),
     Case("hops", "zero3", of_each(lambda op: replace(op, hops=())), CHECKED),
     Case("bytes", "zero3", of_each(with_no_bytes), CHECKED),
     Case("waits", "zero3", lambda program: replace(program, waits={}), PARTLY),
     Case("waits of one lane", "zero3", lambda program: only_waits(program, Lane.GATHER), PARTLY),
-    Case("frees", "zero3", lambda program: replace(program, frees={}), PARTLY),
+    Case("frees", "zero3", lambda program: replace(program, frees={}), CHECKED),
 ]
 
 
