@@ -40,6 +40,10 @@ def preset(name: str, **keys: Any) -> str:
             "mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
             preset("zero3", compute_dtype="bfloat16", reduce_dtype="float32"),
         ),
+        (
+            "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+            preset("zero3", compute_dtype="bfloat16", reduce_dtype="float32"),
+        ),
         ("offload_policy=OffloadPolicy()", preset("zero3")),
         (
             "offload_policy=CPUOffloadPolicy()",
@@ -91,6 +95,8 @@ def test_what_cannot_be_done_is_refused(arguments: str, key: str, text: str) -> 
         ("fully_shard(model, reshard_after_forward=size)", "is no constant"),
         ("fully_shard(model, **options)", "and keywords"),
         ("fully_shard(model, mesh=init_device_mesh('cuda', sizes))", "constant sizes"),
+        ("fully_shard(model, mesh=init_device_mesh('cuda', (2, 4), names))", "takes 2 positional arguments, not 3"),
+        ("fully_shard(model, mp_policy=MixedPrecisionPolicy(*dtypes))", "is no constant"),
         ("fully_shard(model, reshard_after_forward=__import__('os').getpid())", "is no constant"),
     ],
 )

@@ -12,9 +12,15 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_CALLS: Final = (
-    "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "init_device_mesh", "DataParallelMeshDims",
-)  # fmt: skip
+_CALLS: Final[Mapping[str, tuple[str, ...]]] = {
+    "MixedPrecisionPolicy": ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+    "CPUOffloadPolicy": ("pin_memory",),
+    "OffloadPolicy": (),
+    "init_device_mesh": ("device_type", "mesh_shape"),
+    "DataParallelMeshDims": ("shard", "replicate"),
+}
+"""Parameters that an argument of each call may have by position."""
+
 _SHOWN: Final = "fully_shard(mesh=..., reshard_after_forward=..., mp_policy=MixedPrecisionPolicy(...))"
 
 
@@ -85,10 +91,11 @@ def _name(node: ast.expr) -> str:
 
 def _value(key: str, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
+        arguments = _arguments(key, name, node)
         if name == "init_device_mesh":
-            return _mesh_sizes(node)
-        keywords = {str(keyword.arg): _value(f"{key}.{keyword.arg}", keyword.value) for keyword in node.keywords}
-        return {"cpu": True} if name == "CPUOffloadPolicy" else keywords
+            return _mesh_sizes(arguments)
+        values = {argument: _value(f"{key}.{argument}", value) for argument, value in arguments.items()}
+        return {"cpu": True} if name == "CPUOffloadPolicy" else values
     if _name(node) in _DTYPES:
         return _name(node)
     try:
@@ -100,11 +107,18 @@ def _value(key: str, node: ast.expr) -> Any:
         ) from None
 
 
-def _mesh_sizes(node: ast.Call) -> list[int]:
+def _arguments(key: str, name: str, node: ast.Call) -> dict[str, ast.expr]:
+    """The arguments of a call by the names of its parameters."""
+    positional = _CALLS[name]
+    if len(node.args) > len(positional):
+        raise SpecError("--fsdp2", f"{key}: {name} takes {len(positional)} positional arguments, not {len(node.args)}")
+    by_position = dict(zip(positional, node.args, strict=False))
+    return by_position | {str(keyword.arg): keyword.value for keyword in node.keywords}
+
+
+def _mesh_sizes(arguments: Mapping[str, ast.expr]) -> list[int]:
     """The sizes in ``init_device_mesh("cuda", (2, 8))``."""
-    sizes = node.args[1] if len(node.args) > 1 else next(
-        (keyword.value for keyword in node.keywords if keyword.arg == "mesh_shape"), None
-    )  # fmt: skip
+    sizes = arguments.get("mesh_shape")
     try:
         value = None if sizes is None else ast.literal_eval(sizes)
     except ValueError:
