@@ -242,6 +242,23 @@ def test_a_constant_loss_scale() -> None:
     assert (scale.initial, scale.growth, scale.backoff) == (128, 1, 1)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_order_of_keys_changes_nothing(turned: bool) -> None:
+    def ordered(**table: Any) -> Conversion:
+        return convert(**dict(reversed(table.items())) if turned else table)
+
+    warmup = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 5e-3}}
+    assert recipe(ordered(optimizer={"type": "AdamW"}, scheduler=warmup)).optimizer.lr == 5e-3
+    plan = ordered(train_batch_size=64, train_micro_batch_size_per_gpu=4.0).plan()
+    assert (plan.micro_batch, plan.micro_batches) == (4, 2)
+    bf16 = {"enabled": True, "check_grad_overflow": True}
+    both = ordered(bf16=bf16, bfloat16={**bf16, "check_grad_overflow": False})
+    assert [row.judgement.text for row in both.refusals] == [
+        f"{'bfloat16' if turned else 'bf16'}.check_grad_overflow sets train.on_nonfinite = "
+        f'"{"stop" if turned else "skip"}"; leave one of the two out'
+    ]
+
+
 def test_both_dtypes_are_refused() -> None:
     text = refusal(convert(fp16={"enabled": True}, bf16={"enabled": True}), "bf16.enabled")
     assert "fp16.enabled is true as well" in text

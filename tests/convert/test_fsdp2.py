@@ -67,8 +67,10 @@ def test_an_invalid_mesh_is_refused_beside_other_arguments(mesh: Any) -> None:
     assert [row.key for row in conversion.refusals] == ["mesh"]
 
 
-def test_hsdp_without_resharding_keeps_parameters_whole() -> None:
-    plan = fsdp2('mesh=init_device_mesh("cuda", (2, 4)), reshard_after_forward=False').plan()
+@pytest.mark.parametrize("turned", [False, True])
+def test_hsdp_without_resharding_keeps_parameters_whole(turned: bool) -> None:
+    arguments = ['mesh=init_device_mesh("cuda", (2, 4))', "reshard_after_forward=False"]
+    plan = fsdp2(", ".join(reversed(arguments) if turned else arguments)).plan()
     assert (str(plan.params), str(plan.grads), str(plan.optimizer)) == ("1x1", "4x1", "4x1")
 
 
@@ -139,6 +141,13 @@ def accelerate(**fsdp: Any) -> Conversion:
 )
 def test_accelerate_s_file_becomes_a_plan(keys: dict[str, Any], name: str) -> None:
     assert accelerate(**keys).plan().fingerprint() == preset(name, compute_dtype="bfloat16")
+
+
+def test_keys_of_accelerate_that_contradict_each_other_are_refused() -> None:
+    (row,) = accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True).refusals
+    assert row.key == "fsdp_config.fsdp_reshard_after_forward"
+    assert row.judgement.text == "fsdp_config.fsdp_sharding_strategy sets params = 1x1; leave one of the two out"
+    assert accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False).refusals == ()
 
 
 def test_accelerate_s_ddp() -> None:

@@ -154,7 +154,8 @@ def _mesh(value: Any, source: Source) -> Judgement:
     group = _group(source)
     if group is None:
         return refused(f"{value[-1]} ranks are no whole nodes of {source.ranks.local}, and no divisor of a node")
-    return mapped(plan={"params": group, "grads": group, "optimizer": group}, note="hsdp" if len(value) == 2 else "")
+    # reshard_after_forward has a say in params; without it, the base has them.
+    return mapped(plan={"grads": group, "optimizer": group}, note="hsdp" if len(value) == 2 else "")
 
 
 def _reshard(value: Any, source: Source) -> Judgement:
@@ -165,8 +166,9 @@ def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
     if not value:
         return ignored("nothing is offloaded")
-    everything = {"residence": {**ON_HOST["residence"], **PARAMS_ON_HOST["residence"]}}
-    return mapped(plan=everything, note="the update runs on the device, through which the states pass")
+    return mapped(
+        plan={**ON_HOST, **PARAMS_ON_HOST}, note="the update runs on the device, through which the states pass"
+    )
 
 
 _RULES: Final[Rules] = {

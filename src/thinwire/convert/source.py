@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused
+from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused, without_contradictions
 from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
@@ -29,12 +29,14 @@ class Source:
     ranks: Factor
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """The value of a key; ``default`` where it is absent, ``null`` or ``"auto"``."""
+        """The value of a key, ``5e8`` as an ``int``; ``default`` where it is absent, ``null`` or ``"auto"``."""
         value: Any = self.table
         for key in dotted.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 return default
             value = value[key]
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
         return default if value is None or value == AUTO else value
 
     def keys(self, dotted: str) -> Collection[str]:
@@ -93,8 +95,9 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
 
 
 def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
-    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one."""
-    return tuple(_judged(source, source.table, rules, ""))
+    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one, and
+    for each that contradicts one above it."""
+    return tuple(without_contradictions(_judged(source, source.table, rules, "")))
 
 
 def always(judgement: Judgement) -> Rule:
