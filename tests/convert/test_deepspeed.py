@@ -217,7 +217,7 @@ def test_sizes_of_a_batch_that_do_not_fit_the_ranks_are_refused() -> None:
 
 def test_auto_is_left_to_thinwire_until_it_is_set() -> None:
     conversion = convert(train_batch_size="auto", gradient_clipping="auto", bf16={"enabled": "auto"})
-    assert [row.judgement.action for row in conversion.rows] == ["ignored"] * 3
+    assert [row.judgement.action for row in conversion.rows if row.value is not None] == ["ignored"] * 3
     assert "--set" in conversion.rows[0].judgement.text
     assert conversion.plan().compute_dtype == Plan.model_fields["compute_dtype"].default
     assert convert(bf16={"enabled": "auto"}, fp16={"enabled": True}).plan().compute_dtype == "float16"
@@ -227,6 +227,23 @@ def test_auto_parameters_of_adam_have_the_recipe_s_defaults() -> None:
     optimizer = recipe(convert(optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}})).optimizer
     assert (optimizer.lr, optimizer.betas) == (OptimizerRecipe().lr, OptimizerRecipe().betas)
     assert (optimizer.eps, optimizer.weight_decay) == (1e-8, 0.0)
+
+
+@pytest.mark.parametrize(
+    "absent", [{}, {"gradient_clipping": None, "scheduler": {"type": None}}], ids=["absent", "null"]
+)
+def test_an_absent_key_has_deepspeed_s_default(absent: dict[str, Any]) -> None:
+    conversion = convert(fp16={"enabled": True}, **absent)
+    result = recipe(conversion)
+    assert (result.optimizer.clip, result.optimizer.final_lr_share, result.loss_scale.growth_interval) == (0, 1, 1000)
+    assert "does not clip" in row(conversion, "gradient_clipping").judgement.shown
+    assert "is constant" in row(conversion, "scheduler.type").judgement.shown
+    assert "your code makes" in row(conversion, "optimizer.type").judgement.shown
+
+
+def test_an_auto_key_has_the_recipe_s_default() -> None:
+    optimizer = recipe(convert(gradient_clipping="auto", scheduler={"type": "auto"})).optimizer
+    assert (optimizer.clip, optimizer.final_lr_share) == (OptimizerRecipe().clip, OptimizerRecipe().final_lr_share)
 
 
 def test_a_dynamic_loss_scale() -> None:

@@ -131,7 +131,7 @@ class Conversion:
         what: Name of the source, for messages.
         ranks: Ranks of a node, and nodes; tensor-parallel ranks included.
         base: Values of the plan by dotted key where the source leaves out a key.
-        rows: One row for each key of the source, in its order.
+        rows: One row for each key of the source, in its order, and for each absent key whose default has to be set.
     """
 
     what: str

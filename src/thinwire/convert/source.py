@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused, without_contradictions
@@ -94,10 +95,13 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
     return apply_settings(result, settings)
 
 
-def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
-    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one, and
-    for each that contradicts one above it."""
-    return tuple(without_contradictions(_judged(source, source.table, rules, "")))
+def judge(source: Source, rules: Rules, defaults: Mapping[str, Judgement] = MappingProxyType({})) -> tuple[Row, ...]:
+    """Judge every key of a configuration: one row for each key, of which unknown ones and those that contradict one
+    above them are refused, then one for each of ``defaults`` whose key is absent or null."""
+    rows = [row for row in _judged(source, source.table, rules, "") if row.value is not None or row.key not in defaults]
+    given = {row.key for row in rows}
+    rows += [Row(key, None, judgement) for key, judgement in defaults.items() if key not in given]
+    return tuple(without_contradictions(rows))
 
 
 def always(judgement: Judgement) -> Rule:
