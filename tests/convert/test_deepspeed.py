@@ -329,6 +329,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": {"stages": 2}}, "pipeline.stages", "set pp"),
     ({"gradient_clipping": True}, "gradient_clipping", "expected a number"),
     ({"zero_optimization": True}, "zero_optimization", "expected a table"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power", "at most 127"),
     ({"gradient_acumulation_steps": 2}, "gradient_acumulation_steps", "did you mean gradient_accumulation_steps"),
     (zero(3, overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm"),
 ]

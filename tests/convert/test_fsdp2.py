@@ -97,7 +97,15 @@ def test_what_cannot_be_done_is_refused(arguments: str, key: str, text: str) -> 
         ("fully_shard(model, reshard_after_forward=size)", "is no constant"),
         ("fully_shard(model, **options)", "and keywords"),
         ("fully_shard(model, mesh=init_device_mesh('cuda', sizes))", "constant sizes"),
-        ("fully_shard(model, mesh=init_device_mesh('cuda', (2, 4), names))", "takes 2 positional arguments, not 3"),
+        (
+            "fully_shard(model, mesh=init_device_mesh('cuda', (2, 4), names))",
+            "takes device_type, mesh_shape by position",
+        ),
+        ("fully_shard(model, mesh=[8], mesh=[2, 4])", "given an argument more than once"),
+        ("fully_shard(model, mesh={[]: 1})", "is no constant"),
+        ("fully_shard(model, ignored_params=set())", "is no constant"),
+        ("fully_shard(model, mesh=init_device_mesh('cuda', {[]: 1}))", "constant sizes"),
+        (f"fully_shard(model, mesh={'-' * 90_000}1)", "nested too deeply"),
         ("fully_shard(model, mp_policy=MixedPrecisionPolicy(*dtypes))", "is no constant"),
         ("fully_shard(model, reshard_after_forward=__import__('os').getpid())", "is no constant"),
     ],
@@ -148,6 +156,12 @@ def test_keys_of_accelerate_that_contradict_each_other_are_refused() -> None:
     assert row.key == "fsdp_config.fsdp_reshard_after_forward"
     assert row.judgement.text == "fsdp_config.fsdp_sharding_strategy sets params = 1x1; leave one of the two out"
     assert accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False).refusals == ()
+
+
+@pytest.mark.parametrize("value", [[], {"a": 1}, "SHARDED", 6])
+def test_a_strategy_that_accelerate_does_not_know_is_refused(value: Any) -> None:
+    (row,) = accelerate(sharding_strategy=value).refusals
+    assert "expected one of FULL_SHARD" in row.judgement.text
 
 
 def test_accelerate_s_ddp() -> None:
@@ -221,6 +235,11 @@ def test_the_example_is_read_as_a_whole_library_reads_it() -> None:
         ("a: !!python/object/apply:os.system ['true']", "no plain value"),
         ("a: &anchor 1", "no plain value"),
         ("a: [1, 2]", "no plain value"),
+        (r'a: "\x"', "no plain value"),
+        ('a: "a"+"b"', "no plain value"),
+        ('a: "b" "c"', "no plain value"),
+        ("a: 'b' 'c'", "no plain value"),
+        (f"a: {'9' * 5000}", "no plain value"),
     ],
 )
 def test_other_yaml_is_refused(text: str, message: str) -> None:

@@ -113,6 +113,8 @@ def _constant_scale(value: float, _source: Source) -> Judgement:
 
 
 def _initial_scale(value: int, source: Source) -> Judgement:
+    if value > 127:
+        return refused("expected at most 127: a loss scale is an fp32 number")
     least = source.get("fp16.min_loss_scale", 1)
     if isinstance(least, int | float) and 2.0**value < least:
         return refused(f"2^{value} is below fp16.min_loss_scale = {least}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -58,14 +59,20 @@ def parse_call(call: str) -> dict[str, Any]:
         SpecError: The text is no such call, or an argument is not a constant.
     """
     try:
+        return _parsed(call)
+    except (MemoryError, RecursionError):
+        raise SpecError("--fsdp2", f"is nested too deeply; expected {_SHOWN}") from None
+
+
+def _parsed(call: str) -> dict[str, Any]:
+    try:
         node = ast.parse(call.strip(), mode="eval").body
     except SyntaxError as error:
         raise SpecError("--fsdp2", f"{call!r} is not Python: {error.msg}; expected {_SHOWN}") from error
     if not isinstance(node, ast.Call) or _name(node.func) != "fully_shard":
         raise SpecError("--fsdp2", f"{call!r} is no call of fully_shard; expected {_SHOWN}")
-    if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
-        raise SpecError("--fsdp2", "fully_shard takes one positional argument, the module, and keywords")
-    return {str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in node.keywords}
+    arguments = _arguments(node, ("module",))
+    return {key: _value(key, value) for key, value in arguments.items() if key != "module"}
 
 
 def resharding(value: Any, ranks: Factor) -> Judgement:
@@ -91,7 +98,7 @@ def _name(node: ast.expr) -> str:
 
 def _value(key: str, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
-        arguments = _arguments(key, name, node)
+        arguments = _arguments(node, _CALLS[name])
         if name == "init_device_mesh":
             return _mesh_sizes(arguments)
         values = {argument: _value(f"{key}.{argument}", value) for argument, value in arguments.items()}
@@ -99,21 +106,25 @@ def _value(key: str, node: ast.expr) -> Any:
     if _name(node) in _DTYPES:
         return _name(node)
     try:
-        return ast.literal_eval(node)
-    except ValueError:
+        value = ast.literal_eval(node)
+        json.dumps(value)  # not a set, say: rows show values as JSON
+    except (TypeError, ValueError):
         shown = ast.unparse(node)
         raise SpecError(
             "--fsdp2", f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"
         ) from None
+    return value
 
 
-def _arguments(key: str, name: str, node: ast.Call) -> dict[str, ast.expr]:
-    """The arguments of a call by the names of its parameters."""
-    positional = _CALLS[name]
-    if len(node.args) > len(positional):
-        raise SpecError("--fsdp2", f"{key}: {name} takes {len(positional)} positional arguments, not {len(node.args)}")
-    by_position = dict(zip(positional, node.args, strict=False))
-    return by_position | {str(keyword.arg): keyword.value for keyword in node.keywords}
+def _arguments(node: ast.Call, by_position: tuple[str, ...]) -> dict[str, ast.expr]:
+    """The arguments of a call by the names of its parameters, of which some may be given by position."""
+    name = _name(node.func)
+    if len(node.args) > len(by_position) or any(keyword.arg is None for keyword in node.keywords):
+        raise SpecError("--fsdp2", f"{name} takes {', '.join(by_position) or 'nothing'} by position, and keywords")
+    given = [*zip(by_position, node.args, strict=False), *((str(word.arg), word.value) for word in node.keywords)]
+    if len(dict(given)) < len(given):
+        raise SpecError("--fsdp2", f"{name} is given an argument more than once")
+    return dict(given)
 
 
 def _mesh_sizes(arguments: Mapping[str, ast.expr]) -> list[int]:
@@ -121,7 +132,7 @@ def _mesh_sizes(arguments: Mapping[str, ast.expr]) -> list[int]:
     sizes = arguments.get("mesh_shape")
     try:
         value = None if sizes is None else ast.literal_eval(sizes)
-    except ValueError:
+    except (TypeError, ValueError):
         value = None
     if not isinstance(value, tuple | list):
         raise SpecError("--fsdp2", 'mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes')

@@ -79,6 +79,11 @@ class Row:
     value: Any
     judgement: Judgement
 
+    @property
+    def shown_value(self) -> str:
+        """The value as JSON; a date of TOML as text."""
+        return json.dumps(self.value, default=str)
+
     def to_dict(self) -> dict[str, Any]:
         """The row as ``--json`` prints it."""
         judgement = self.judgement
@@ -150,7 +155,7 @@ class Conversion:
             SpecError: A key is refused; the error lists all of them, with remedies.
         """
         if self.refusals:
-            problems = [f"{row.key} = {json.dumps(row.value)}: {row.judgement.text}" for row in self.refusals]
+            problems = [f"{row.key} = {row.shown_value}: {row.judgement.text}" for row in self.refusals]
             raise SpecError(self.what, [*problems, "--drop KEY leaves a key out"])
 
     def plan_table(self) -> dict[str, Any]:

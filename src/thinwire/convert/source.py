@@ -230,5 +230,7 @@ def _json(content: str, what: str) -> Any:
 
     try:
         return json.loads(content, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+    except SpecError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, a whole number of too many digits, or too many brackets
         raise SpecError(what, f"not valid JSON: {error}") from error
