@@ -167,6 +167,10 @@ def test_a_strategy_that_accelerate_does_not_know_is_refused(value: Any) -> None
 def test_accelerate_s_ddp() -> None:
     table = {**ACCELERATE, "distributed_type": "MULTI_GPU", "mixed_precision": "no"}
     assert from_accelerate(table, RANKS).plan().fingerprint() == preset("ddp")
+    # Gradients of autocast are fp32; and what is left of another kind has no effect.
+    for left in ({}, {"fsdp_config": {}}, {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}):
+        plan = from_accelerate({**table, "mixed_precision": "bf16", **left}, RANKS).plan()
+        assert plan.fingerprint() == preset("ddp", compute_dtype="bfloat16", reduce_dtype="float32")
 
 
 def test_accelerate_s_recomputation_and_offloading() -> None:
