@@ -107,6 +107,8 @@ def test_accelerate_s_yaml_is_recognized(tmp_path: Path) -> None:
         ('{"bf16": {}, "bf16": {}}', "bf16 is given more than once"),
         ("{bf16: 1}", "not valid JSON"),
         ("[1]", "expected a table of keys"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"bf16": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(config: Path, content: str, message: str) -> None:
@@ -121,6 +123,7 @@ def test_a_file_that_cannot_be_read_is_refused(config: Path, content: str, messa
         (["FILE", "--fsdp2", "fully_shard()"], "both given"),
         (["FILE", "--drop", "zero_optimization.staeg"], "zero_optimization.staeg is not in the configuration"),
         (["FILE", "--recipe", "r.toml"], "--model"),
+        (["FILE", "--set", "bf16.enabled=2026-01-01"], 'bf16.enabled = "2026-01-01": expected true or false'),
     ],
 )
 def test_options_that_do_not_fit_are_refused(config: Path, arguments: list[str], message: str) -> None:

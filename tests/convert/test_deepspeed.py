@@ -217,7 +217,7 @@ def test_sizes_of_a_batch_that_do_not_fit_the_ranks_are_refused() -> None:
 
 def test_auto_is_left_to_thinwire_until_it_is_set() -> None:
     conversion = convert(train_batch_size="auto", gradient_clipping="auto", bf16={"enabled": "auto"})
-    assert [row.judgement.action for row in conversion.rows] == ["ignored"] * 3
+    assert [row.judgement.action for row in conversion.rows if row.value is not None] == ["ignored"] * 3
     assert "--set" in conversion.rows[0].judgement.text
     assert conversion.plan().compute_dtype == Plan.model_fields["compute_dtype"].default
     assert convert(bf16={"enabled": "auto"}, fp16={"enabled": True}).plan().compute_dtype == "float16"
@@ -227,6 +227,23 @@ def test_auto_parameters_of_adam_have_the_recipe_s_defaults() -> None:
     optimizer = recipe(convert(optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}})).optimizer
     assert (optimizer.lr, optimizer.betas) == (OptimizerRecipe().lr, OptimizerRecipe().betas)
     assert (optimizer.eps, optimizer.weight_decay) == (1e-8, 0.0)
+
+
+@pytest.mark.parametrize(
+    "absent", [{}, {"gradient_clipping": None, "scheduler": {"type": None}}], ids=["absent", "null"]
+)
+def test_an_absent_key_has_deepspeed_s_default(absent: dict[str, Any]) -> None:
+    conversion = convert(fp16={"enabled": True}, **absent)
+    result = recipe(conversion)
+    assert (result.optimizer.clip, result.optimizer.final_lr_share, result.loss_scale.growth_interval) == (0, 1, 1000)
+    assert "does not clip" in row(conversion, "gradient_clipping").judgement.shown
+    assert "is constant" in row(conversion, "scheduler.type").judgement.shown
+    assert "your code makes" in row(conversion, "optimizer.type").judgement.shown
+
+
+def test_an_auto_key_has_the_recipe_s_default() -> None:
+    optimizer = recipe(convert(gradient_clipping="auto", scheduler={"type": "auto"})).optimizer
+    assert (optimizer.clip, optimizer.final_lr_share) == (OptimizerRecipe().clip, OptimizerRecipe().final_lr_share)
 
 
 def test_a_dynamic_loss_scale() -> None:
@@ -240,6 +257,23 @@ def test_a_dynamic_loss_scale() -> None:
 def test_a_constant_loss_scale() -> None:
     scale = recipe(convert(fp16={"enabled": True, "loss_scale": 128, "initial_scale_power": 16})).loss_scale
     assert (scale.initial, scale.growth, scale.backoff) == (128, 1, 1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_order_of_keys_changes_nothing(turned: bool) -> None:
+    def ordered(**table: Any) -> Conversion:
+        return convert(**dict(reversed(table.items())) if turned else table)
+
+    warmup = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 5e-3}}
+    assert recipe(ordered(optimizer={"type": "AdamW"}, scheduler=warmup)).optimizer.lr == 5e-3
+    plan = ordered(train_batch_size=64, train_micro_batch_size_per_gpu=4.0).plan()
+    assert (plan.micro_batch, plan.micro_batches) == (4, 2)
+    bf16 = {"enabled": True, "check_grad_overflow": True}
+    both = ordered(bf16=bf16, bfloat16={**bf16, "check_grad_overflow": False})
+    assert [row.judgement.text for row in both.refusals] == [
+        f"{'bfloat16' if turned else 'bf16'}.check_grad_overflow sets train.on_nonfinite = "
+        f'"{"stop" if turned else "skip"}"; leave one of the two out'
+    ]
 
 
 def test_both_dtypes_are_refused() -> None:
@@ -295,6 +329,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"pipeline": {"stages": 2}}, "pipeline.stages", "set pp"),
     ({"gradient_clipping": True}, "gradient_clipping", "expected a number"),
     ({"zero_optimization": True}, "zero_optimization", "expected a table"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, "fp16.initial_scale_power", "at most 127"),
     ({"gradient_acumulation_steps": 2}, "gradient_acumulation_steps", "did you mean gradient_accumulation_steps"),
     (zero(3, overlap_com=True), "zero_optimization.overlap_com", "did you mean overlap_comm"),
 ]

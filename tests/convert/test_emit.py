@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_torchtitan_and_megatron_name_their_own_keys() -> None:
     assert "--num-distributed-optimizer-instances 4" in flags
     assert "--global-batch-size 192" in flags
     assert "--recompute-granularity full" in flags
+
+
+def test_what_others_do_by_default_is_switched_off() -> None:
+    """Clipping at 1.0, and 16 bits or gradients of these where a plan computes in fp32."""
+    plan = Plan.preset("zero3", nodes=4, local=8, compute_dtype="float32")
+    table, flags = (emitted_text(Emitted(name, plan, 2048, None, "")) for name in ("torchtitan", "megatron-fsdp"))
+    assert tomllib.loads(table)["training"]["max_norm"] == math.inf
+    assert "--clip-grad 0.0" in flags
+    assert not {"--bf16", "--fp16", "--grad-reduce-in-bf16"} & {*flags.splitlines()}
+    assert not {"bf16", "fp16"} & deepspeed_table(emitted("deepspeed", plan)).keys()
 
 
 def test_megatron_is_told_of_sequence_parallelism() -> None:

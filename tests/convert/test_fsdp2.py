@@ -40,6 +40,10 @@ def preset(name: str, **keys: Any) -> str:
             "mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
             preset("zero3", compute_dtype="bfloat16", reduce_dtype="float32"),
         ),
+        (
+            "mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+            preset("zero3", compute_dtype="bfloat16", reduce_dtype="float32"),
+        ),
         ("offload_policy=OffloadPolicy()", preset("zero3")),
         (
             "offload_policy=CPUOffloadPolicy()",
@@ -63,8 +67,10 @@ def test_an_invalid_mesh_is_refused_beside_other_arguments(mesh: Any) -> None:
     assert [row.key for row in conversion.refusals] == ["mesh"]
 
 
-def test_hsdp_without_resharding_keeps_parameters_whole() -> None:
-    plan = fsdp2('mesh=init_device_mesh("cuda", (2, 4)), reshard_after_forward=False').plan()
+@pytest.mark.parametrize("turned", [False, True])
+def test_hsdp_without_resharding_keeps_parameters_whole(turned: bool) -> None:
+    arguments = ['mesh=init_device_mesh("cuda", (2, 4))', "reshard_after_forward=False"]
+    plan = fsdp2(", ".join(reversed(arguments) if turned else arguments)).plan()
     assert (str(plan.params), str(plan.grads), str(plan.optimizer)) == ("1x1", "4x1", "4x1")
 
 
@@ -91,6 +97,16 @@ def test_what_cannot_be_done_is_refused(arguments: str, key: str, text: str) -> 
         ("fully_shard(model, reshard_after_forward=size)", "is no constant"),
         ("fully_shard(model, **options)", "and keywords"),
         ("fully_shard(model, mesh=init_device_mesh('cuda', sizes))", "constant sizes"),
+        (
+            "fully_shard(model, mesh=init_device_mesh('cuda', (2, 4), names))",
+            "takes device_type, mesh_shape by position",
+        ),
+        ("fully_shard(model, mesh=[8], mesh=[2, 4])", "given an argument more than once"),
+        ("fully_shard(model, mesh={[]: 1})", "is no constant"),
+        ("fully_shard(model, ignored_params=set())", "is no constant"),
+        ("fully_shard(model, mesh=init_device_mesh('cuda', {[]: 1}))", "constant sizes"),
+        (f"fully_shard(model, mesh={'-' * 90_000}1)", "nested too deeply"),
+        ("fully_shard(model, mp_policy=MixedPrecisionPolicy(*dtypes))", "is no constant"),
         ("fully_shard(model, reshard_after_forward=__import__('os').getpid())", "is no constant"),
     ],
 )
@@ -135,9 +151,26 @@ def test_accelerate_s_file_becomes_a_plan(keys: dict[str, Any], name: str) -> No
     assert accelerate(**keys).plan().fingerprint() == preset(name, compute_dtype="bfloat16")
 
 
+def test_keys_of_accelerate_that_contradict_each_other_are_refused() -> None:
+    (row,) = accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=True).refusals
+    assert row.key == "fsdp_config.fsdp_reshard_after_forward"
+    assert row.judgement.text == "fsdp_config.fsdp_sharding_strategy sets params = 1x1; leave one of the two out"
+    assert accelerate(sharding_strategy="SHARD_GRAD_OP", reshard_after_forward=False).refusals == ()
+
+
+@pytest.mark.parametrize("value", [[], {"a": 1}, "SHARDED", 6])
+def test_a_strategy_that_accelerate_does_not_know_is_refused(value: Any) -> None:
+    (row,) = accelerate(sharding_strategy=value).refusals
+    assert "expected one of FULL_SHARD" in row.judgement.text
+
+
 def test_accelerate_s_ddp() -> None:
     table = {**ACCELERATE, "distributed_type": "MULTI_GPU", "mixed_precision": "no"}
     assert from_accelerate(table, RANKS).plan().fingerprint() == preset("ddp")
+    # Gradients of autocast are fp32; and what is left of another kind has no effect.
+    for left in ({}, {"fsdp_config": {}}, {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}):
+        plan = from_accelerate({**table, "mixed_precision": "bf16", **left}, RANKS).plan()
+        assert plan.fingerprint() == preset("ddp", compute_dtype="bfloat16", reduce_dtype="float32")
 
 
 def test_accelerate_s_recomputation_and_offloading() -> None:
@@ -206,6 +239,11 @@ def test_the_example_is_read_as_a_whole_library_reads_it() -> None:
         ("a: !!python/object/apply:os.system ['true']", "no plain value"),
         ("a: &anchor 1", "no plain value"),
         ("a: [1, 2]", "no plain value"),
+        (r'a: "\x"', "no plain value"),
+        ('a: "a"+"b"', "no plain value"),
+        ('a: "b" "c"', "no plain value"),
+        ("a: 'b' 'c'", "no plain value"),
+        (f"a: {'9' * 5000}", "no plain value"),
     ],
 )
 def test_other_yaml_is_refused(text: str, message: str) -> None:

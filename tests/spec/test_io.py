@@ -73,6 +73,13 @@ def test_text_that_is_no_toml_names_the_place() -> None:
         read_toml("a = 1\nb = = 2\n", "plan.toml")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 9000], ids=["digits", "brackets"])
+def test_values_that_python_cannot_hold_are_no_toml(value: str) -> None:
+    with pytest.raises(SpecError, match="not valid TOML"):
+        read_toml(f"a = {value}", "plan.toml")
+    assert apply_settings({}, [f"a={value}"]) == {"a": value}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nothing\.toml.*\n.*No such file"):
         read_toml_file(tmp_path / "nothing.toml")

@@ -260,7 +260,7 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     first, second = (Plan.preset(name, nodes=1, local=1) for name in ("ddp", "zero3"))
     directory.open(recipe, first, {"thinwire": "1"}, command="first")
     directory.note_start(0, {})
-    directory.summary.write_text("{}")
+    directory.picture.write_bytes(b"png")
     before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
 
     def fail(*, begun: bool) -> None:
@@ -278,7 +278,7 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         fail(begun=True)
     assert Plan.load(directory.plan) == second
-    assert not directory.summary.exists()
+    assert not directory.picture.exists()
 
 
 def test_a_run_is_not_continued_as_another(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.launching.stop import StopRequest
+from thinwire.train.loop import train_rank
 from thinwire.train.observing.metrics import MetricsLog, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
@@ -58,14 +61,37 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     group.shutdown()
 
 
-def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
+def prepared(directory: Path, *settings: str, fingerprint: str = "x") -> tuple[ResolvedRun, Dataset]:
     (directory / "recipe.toml").write_text(RECIPE)
     recipe = Recipe.read(directory / "recipe.toml", settings)
     tokens = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16)
     stream = TokenBin(path=directory / "t.bin", tokens=tokens, vocab=50)
     dataset = Dataset(stream, stream, 50, 3.9, fingerprint, None)
     plan = PlanTemplate.read(recipe).resolve(Factor())
-    return make_trainer(ResolvedRun(recipe, plan, RunDirectory(directory), node_ranks=1), dataset, torch.device("cpu"))
+    return ResolvedRun(recipe, plan, RunDirectory(directory), node_ranks=1), dataset
+
+
+def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
+    return make_trainer(*prepared(directory, *settings, fingerprint=fingerprint), torch.device("cpu"))
+
+
+def trains(run: ResolvedRun, dataset: Dataset) -> dict[str, Any]:
+    """Open the directory and train to the end; the summary."""
+    run.directory.open(run.recipe, run.plan, {})
+    with StopRequest(run.directory.stop_file, launched=True) as stop:
+        train_rank(run, dataset, torch.device("cpu"), stop)
+    summary: dict[str, Any] = json.loads(run.directory.summary.read_text())
+    return summary
+
+
+def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -> None:
+    run, dataset = prepared(tmp_path, "train.steps=2", "train.tensorboard=false")
+    summary = trains(run, dataset)
+    assert summary["tokens_per_second"] > 0
+    again = dataclasses.replace(run, resume=True)
+    assert trains(again, dataset) == summary
+    longer = dataclasses.replace(again, recipe=run.recipe.with_(train={"steps": 3}))
+    assert trains(longer, dataset)["steps"] == 3
 
 
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:

@@ -94,7 +94,7 @@ def convert(options: ConvertOptions) -> None:
         console = wide_console(as_json=options.as_json)
         _show(conversion, console)
         if options.as_json:
-            print(json.dumps(conversion.to_dict()))
+            print(json.dumps(conversion.to_dict(), default=str))  # TOML has dates
         plan = conversion.plan()
         # Both files are complete before either is written.
         recipe = None if options.recipe is None else _recipe(conversion, options, options.recipe)
@@ -156,6 +156,6 @@ def _show(conversion: Conversion, console: Console) -> None:
     table.add_column("thinwire", overflow="fold")
     for row in conversion.rows:
         judgement = row.judgement
-        cells = [row.key, json.dumps(row.value), judgement.action, judgement.shown]
+        cells = [row.key, row.shown_value, judgement.action, judgement.shown]
         table.add_row(*map(Text, cells), style=_STYLES[judgement.action])
     console.print(table)

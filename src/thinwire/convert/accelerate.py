@@ -16,10 +16,24 @@ _ONE: Final = Factor()
 def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accelerate.yaml") -> Conversion:
     """Convert accelerate's configuration file, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
-    sharded = ranks if source.get("distributed_type") == "FSDP" or "fsdp_config" in table else _ONE
-    factors = dict.fromkeys(("params", "grads", "optimizer"), sharded)
+    sharded = _is_sharded(source)
+    factors = dict.fromkeys(("params", "grads", "optimizer"), ranks if sharded else _ONE)
     base = {"name": "accelerate", "mesh": ranks, **factors, "compute_dtype": "float32"}
-    return Conversion(what, ranks, base, judge(source, _RULES))
+    return Conversion(what, ranks, base, judge(source, _RULES if sharded else _WITHOUT_FSDP))
+
+
+def _is_sharded(source: Source) -> bool:
+    """Whether FSDP trains; accelerate writes an empty ``fsdp_config`` for other kinds too."""
+    kind = source.get("distributed_type")
+    return kind == "FSDP" or (kind is None and bool(source.keys("fsdp_config")))
+
+
+def _computing(dtype: str, source: Source) -> Judgement:
+    if dtype == "float32" or _is_sharded(source):
+        return mapped(plan={"compute_dtype": dtype})
+    return mapped(
+        plan={"compute_dtype": dtype, "reduce_dtype": "float32"}, note="DDP reduces the gradients of autocast"
+    )
 
 
 def _distributed(value: Any, _source: Source) -> Judgement:
@@ -51,13 +65,14 @@ def _strategy(value: Any, source: Source) -> Judgement:
     node = Factor(local=ranks.local)
     names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
     name = names[value - 1] if isinstance(value, int) and 1 <= value <= 5 else value
-    sharding = {
+    shardings = {
         "FULL_SHARD": (ranks, ranks, ranks),
         "SHARD_GRAD_OP": (_ONE, ranks, ranks),
         "NO_SHARD": (_ONE, _ONE, _ONE),
         "HYBRID_SHARD": (node, node, node),
         "HYBRID_SHARD_ZERO2": (_ONE, node, node),
-    }.get(name)
+    }
+    sharding = shardings.get(name) if isinstance(name, str) else None
     if sharding is None:
         return refused(f"expected one of {', '.join(names)}")
     return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
@@ -78,7 +93,7 @@ _OF_LAUNCHERS: Final = dict.fromkeys(
 
 _RULES: Final[Rules] = {
     "distributed_type": _distributed,
-    "mixed_precision": named(to_plan("compute_dtype"), {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}),
+    "mixed_precision": named(_computing, {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}),
     "num_processes": whole(_processes),
     "num_machines": whole(_machines),
     "fsdp_config": {
@@ -104,3 +119,4 @@ _RULES: Final[Rules] = {
     "parallelism_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
     **_OF_LAUNCHERS,
 }
+_WITHOUT_FSDP: Final[Rules] = {**_RULES, "fsdp_config": because("distributed_type is not FSDP")}

@@ -34,7 +34,7 @@ def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_conf
     """Convert a DeepSpeed configuration, as nested dictionaries, with one row for each key."""
     source = Source(table, ranks)
     base = {**factors(source), "compute_dtype": compute_dtype(source)}
-    return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES))
+    return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES, _DEFAULTS))
 
 
 def _tensor_parallel(value: int, source: Source) -> Judgement:
@@ -162,6 +162,12 @@ _OF_DEEPCOMPILE: Final = dict.fromkeys(
     ),
     because("it applies to DeepCompile"),
 )  # fmt: skip
+
+_DEFAULTS: Final[Mapping[str, Judgement]] = {
+    "gradient_clipping": mapped(recipe={"optimizer.clip": 0.0}, note="without it, DeepSpeed does not clip"),
+    "optimizer.type": ignored("without it, your code makes the optimizer: write [optimizer] into the recipe"),
+    "scheduler.type": mapped(recipe={"optimizer.final_lr_share": 1.0}, note="without it, the rate is constant"),
+}
 
 DEEPSPEED_RULES: Final[Rules] = {
     **BATCH_RULES,

@@ -33,7 +33,9 @@ def _type(value: Any, source: Source) -> Judgement:
             "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "
             "torch.optim.Adam, ...), or --set optimizer.params.adam_w_mode=true"
         )
-    given = source.keys("optimizer.params")
+    given = {*source.keys("optimizer.params")}
+    if source.get("scheduler.params.warmup_max_lr") is not None:
+        given.add("lr")
     left_out = {key: item for key, item in _DEFAULTS.items() if key not in given}
     values = {f"optimizer.{key}": item for key, item in left_out.items()}
     return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))

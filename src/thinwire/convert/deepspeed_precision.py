@@ -73,9 +73,16 @@ def _half(dtype: str, others: tuple[str, ...]) -> Rule:
         both = [other for other in others if _enabled(source, other)]
         if both:
             return refused(f"{both[0]}.enabled is true as well; enable one of them")
-        return mapped(plan={"compute_dtype": dtype}, note="masters are fp32")
+        recipe = _left_out_scale(source) if dtype == "float16" else {}
+        return mapped(plan={"compute_dtype": dtype}, recipe=recipe, note="masters are fp32")
 
     return switch(rule)
+
+
+def _left_out_scale(source: Source) -> dict[str, Any]:
+    """What DeepSpeed's dynamic loss scale has by default and a recipe's has not."""
+    given = "loss_scale_window" in source.keys("fp16") or source.get("fp16.loss_scale", 0)
+    return {} if given else {"loss_scale.growth_interval": 1000}
 
 
 def _with_fp16(rule: Rule) -> Rule:
@@ -106,6 +113,8 @@ def _constant_scale(value: float, _source: Source) -> Judgement:
 
 
 def _initial_scale(value: int, source: Source) -> Judgement:
+    if value > 127:
+        return refused("expected at most 127: a loss scale is an fp32 number")
     least = source.get("fp16.min_loss_scale", 1)
     if isinstance(least, int | float) and 2.0**value < least:
         return refused(f"2^{value} is below fp16.min_loss_scale = {least}")

@@ -7,6 +7,7 @@ thinwire.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +27,9 @@ FILES: Final[Mapping[str, str]] = {
 
 FRAMEWORKS: Final = tuple(FILES)
 """Frameworks whose configuration can be written."""
+
+_PRECISIONS: Final = {"float16": "fp16", "bfloat16": "bf16"}
+"""Name of a compute dtype in DeepSpeed and Megatron, whose default is float32."""
 
 _SCHEDULES: Final = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 
@@ -167,12 +171,12 @@ def deepspeed_table(emitted: Emitted) -> dict[str, Any]:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if plan.secondary is not None:
         zero["zero_hpz_partition_size"] = plan.secondary.ranks
-    precision = "fp16" if plan.compute_dtype == "float16" else "bf16"
+    precision = _PRECISIONS.get(plan.compute_dtype)
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches,
         **({} if emitted.clip is None else {"gradient_clipping": emitted.clip}),
-        precision: {"enabled": True},
+        **({} if precision is None else {precision: {"enabled": True}}),
         "zero_optimization": zero,
     }
 
@@ -189,7 +193,7 @@ def _torchtitan(emitted: Emitted) -> str:
             "local_batch_size": plan.micro_batch,
             "global_batch_size": emitted.sequences,
             "seq_len": emitted.seq,
-            **({} if emitted.clip is None else {"max_norm": emitted.clip}),
+            "max_norm": math.inf if emitted.clip is None else emitted.clip,  # 1.0 by default
             "mixed_precision_param": plan.compute_dtype,
             "mixed_precision_reduce": plan.reduce_dtype or "float32",
         },
@@ -212,6 +216,7 @@ def _torchtitan(emitted: Emitted) -> str:
 
 def _megatron(emitted: Emitted) -> str:
     plan = emitted.plan
+    precision = _PRECISIONS.get(plan.compute_dtype)
     strategy = "optim_grads_params" if plan.params.ranks > 1 else "optim_grads" if plan.grads.ranks > 1 else "optim"
     flags = [
         f"--micro-batch-size {plan.micro_batch}",
@@ -219,8 +224,8 @@ def _megatron(emitted: Emitted) -> str:
         f"--seq-length {emitted.seq}",
         f"--tensor-model-parallel-size {plan.tp}",
         *(["--sequence-parallel"] if plan.tp > 1 and plan.sequence_parallel else []),
-        "--fp16" if plan.compute_dtype == "float16" else "--bf16",
-        *([] if emitted.clip is None else [f"--clip-grad {emitted.clip}"]),
+        *([] if precision is None else [f"--{precision}"]),
+        f"--clip-grad {emitted.clip or 0.0}",  # 1.0 by default
         "--use-megatron-fsdp",
         f"--data-parallel-sharding-strategy {strategy}",
         "--use-distributed-optimizer",
@@ -229,7 +234,7 @@ def _megatron(emitted: Emitted) -> str:
         "--no-gradient-accumulation-fusion",
         "--ckpt-format fsdp_dtensor",
     ]
-    if plan.reduce_dtype != "float32":
+    if precision == "bf16" and plan.reduce_dtype != "float32":
         flags.append("--grad-reduce-in-bf16")
     if emitted.replicas > 1:
         flags += [f"--num-distributed-optimizer-instances {emitted.replicas}", "--outer-dp-sharding-strategy no_shard"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -12,9 +13,15 @@ from thinwire.errors import SpecError
 from thinwire.spec import Factor
 
 _DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-_CALLS: Final = (
-    "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "init_device_mesh", "DataParallelMeshDims",
-)  # fmt: skip
+_CALLS: Final[Mapping[str, tuple[str, ...]]] = {
+    "MixedPrecisionPolicy": ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+    "CPUOffloadPolicy": ("pin_memory",),
+    "OffloadPolicy": (),
+    "init_device_mesh": ("device_type", "mesh_shape"),
+    "DataParallelMeshDims": ("shard", "replicate"),
+}
+"""Parameters that an argument of each call may have by position."""
+
 _SHOWN: Final = "fully_shard(mesh=..., reshard_after_forward=..., mp_policy=MixedPrecisionPolicy(...))"
 
 
@@ -52,14 +59,20 @@ def parse_call(call: str) -> dict[str, Any]:
         SpecError: The text is no such call, or an argument is not a constant.
     """
     try:
+        return _parsed(call)
+    except (MemoryError, RecursionError):
+        raise SpecError("--fsdp2", f"is nested too deeply; expected {_SHOWN}") from None
+
+
+def _parsed(call: str) -> dict[str, Any]:
+    try:
         node = ast.parse(call.strip(), mode="eval").body
     except SyntaxError as error:
         raise SpecError("--fsdp2", f"{call!r} is not Python: {error.msg}; expected {_SHOWN}") from error
     if not isinstance(node, ast.Call) or _name(node.func) != "fully_shard":
         raise SpecError("--fsdp2", f"{call!r} is no call of fully_shard; expected {_SHOWN}")
-    if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
-        raise SpecError("--fsdp2", "fully_shard takes one positional argument, the module, and keywords")
-    return {str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in node.keywords}
+    arguments = _arguments(node, ("module",))
+    return {key: _value(key, value) for key, value in arguments.items() if key != "module"}
 
 
 def resharding(value: Any, ranks: Factor) -> Judgement:
@@ -85,29 +98,41 @@ def _name(node: ast.expr) -> str:
 
 def _value(key: str, node: ast.expr) -> Any:
     if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
+        arguments = _arguments(node, _CALLS[name])
         if name == "init_device_mesh":
-            return _mesh_sizes(node)
-        keywords = {str(keyword.arg): _value(f"{key}.{keyword.arg}", keyword.value) for keyword in node.keywords}
-        return {"cpu": True} if name == "CPUOffloadPolicy" else keywords
+            return _mesh_sizes(arguments)
+        values = {argument: _value(f"{key}.{argument}", value) for argument, value in arguments.items()}
+        return {"cpu": True} if name == "CPUOffloadPolicy" else values
     if _name(node) in _DTYPES:
         return _name(node)
     try:
-        return ast.literal_eval(node)
-    except ValueError:
+        value = ast.literal_eval(node)
+        json.dumps(value)  # not a set, say: rows show values as JSON
+    except (TypeError, ValueError):
         shown = ast.unparse(node)
         raise SpecError(
             "--fsdp2", f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"
         ) from None
+    return value
 
 
-def _mesh_sizes(node: ast.Call) -> list[int]:
+def _arguments(node: ast.Call, by_position: tuple[str, ...]) -> dict[str, ast.expr]:
+    """The arguments of a call by the names of its parameters, of which some may be given by position."""
+    name = _name(node.func)
+    if len(node.args) > len(by_position) or any(keyword.arg is None for keyword in node.keywords):
+        raise SpecError("--fsdp2", f"{name} takes {', '.join(by_position) or 'nothing'} by position, and keywords")
+    given = [*zip(by_position, node.args, strict=False), *((str(word.arg), word.value) for word in node.keywords)]
+    if len(dict(given)) < len(given):
+        raise SpecError("--fsdp2", f"{name} is given an argument more than once")
+    return dict(given)
+
+
+def _mesh_sizes(arguments: Mapping[str, ast.expr]) -> list[int]:
     """The sizes in ``init_device_mesh("cuda", (2, 8))``."""
-    sizes = node.args[1] if len(node.args) > 1 else next(
-        (keyword.value for keyword in node.keywords if keyword.arg == "mesh_shape"), None
-    )  # fmt: skip
+    sizes = arguments.get("mesh_shape")
     try:
         value = None if sizes is None else ast.literal_eval(sizes)
-    except ValueError:
+    except (TypeError, ValueError):
         value = None
     if not isinstance(value, tuple | list):
         raise SpecError("--fsdp2", 'mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes')
@@ -140,7 +165,8 @@ def _mesh(value: Any, source: Source) -> Judgement:
     group = _group(source)
     if group is None:
         return refused(f"{value[-1]} ranks are no whole nodes of {source.ranks.local}, and no divisor of a node")
-    return mapped(plan={"params": group, "grads": group, "optimizer": group}, note="hsdp" if len(value) == 2 else "")
+    # reshard_after_forward has a say in params; without it, the base has them.
+    return mapped(plan={"grads": group, "optimizer": group}, note="hsdp" if len(value) == 2 else "")
 
 
 def _reshard(value: Any, source: Source) -> Judgement:
@@ -151,8 +177,9 @@ def offloading(value: Any, _source: Source) -> Judgement:
     """What becomes of offloaded states, or of none."""
     if not value:
         return ignored("nothing is offloaded")
-    everything = {"residence": {**ON_HOST["residence"], **PARAMS_ON_HOST["residence"]}}
-    return mapped(plan=everything, note="the update runs on the device, through which the states pass")
+    return mapped(
+        plan={**ON_HOST, **PARAMS_ON_HOST}, note="the update runs on the device, through which the states pass"
+    )
 
 
 _RULES: Final[Rules] = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,6 +34,11 @@ class Judgement:
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def values(self) -> dict[str, Any]:
+        """Values of the plan and of the recipe, which have no keys in common."""
+        return {**self.plan, **self.recipe}
+
+    @property
     def shown(self) -> str:
         """The mapped values and the text, in one line."""
         parts = [f"{key} = {_toml_like(value)}" for key, value in self.plan.items()]
@@ -42,10 +47,10 @@ class Judgement:
         return f"{values} ({self.text})" if values and self.text else values or self.text
 
 
-ON_HOST: Final[Mapping[str, Any]] = {"residence": {"optimizer": "host-stream", "gradients": "host"}}
+ON_HOST: Final[Mapping[str, Any]] = {"residence.optimizer": "host-stream", "residence.gradients": "host"}
 """Fields of a plan whose optimizer states and gradients live on the host."""
 
-PARAMS_ON_HOST: Final[Mapping[str, Any]] = {"residence": {"params": "host"}}
+PARAMS_ON_HOST: Final[Mapping[str, Any]] = {"residence.params": "host"}
 """Fields of a plan whose parameters live on the host."""
 
 
@@ -74,6 +79,11 @@ class Row:
     value: Any
     judgement: Judgement
 
+    @property
+    def shown_value(self) -> str:
+        """The value as JSON; a date of TOML as text."""
+        return json.dumps(self.value, default=str)
+
     def to_dict(self) -> dict[str, Any]:
         """The row as ``--json`` prints it."""
         judgement = self.judgement
@@ -85,6 +95,22 @@ class Row:
             "plan": {key: _plain(value) for key, value in judgement.plan.items()},
             "recipe": dict(judgement.recipe),
         }
+
+
+def without_contradictions(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows; one that sets a key to another value than a row above it does is refused."""
+    setters: dict[str, Row] = {}
+    for row in rows:
+        values = row.judgement.values
+        clash = next(
+            (key for key, value in values.items() if setters.setdefault(key, row).judgement.values[key] != value), None
+        )
+        if clash is None:
+            yield row
+        else:
+            other = setters[clash]
+            shown = _toml_like(other.judgement.values[clash])
+            yield replace(row, judgement=refused(f"{other.key} sets {clash} = {shown}; leave one of the two out"))
 
 
 @dataclass(frozen=True)
@@ -110,7 +136,7 @@ class Conversion:
         what: Name of the source, for messages.
         ranks: Ranks of a node, and nodes; tensor-parallel ranks included.
         base: Values of the plan by dotted key where the source leaves out a key.
-        rows: One row for each key of the source, in its order.
+        rows: One row for each key of the source, in its order, and for each absent key whose default has to be set.
     """
 
     what: str
@@ -129,15 +155,14 @@ class Conversion:
             SpecError: A key is refused; the error lists all of them, with remedies.
         """
         if self.refusals:
-            problems = [f"{row.key} = {json.dumps(row.value)}: {row.judgement.text}" for row in self.refusals]
+            problems = [f"{row.key} = {row.shown_value}: {row.judgement.text}" for row in self.refusals]
             raise SpecError(self.what, [*problems, "--drop KEY leaves a key out"])
 
     def plan_table(self) -> dict[str, Any]:
         """The keys of the plan that the source sets, as nested tables."""
         flat = dict(self.base)
         for row in self.rows:
-            residence = {**flat.get("residence", {}), **row.judgement.plan.get("residence", {})}
-            flat |= {**row.judgement.plan, **({"residence": residence} if residence else {})}
+            flat |= row.judgement.plan
         return _nested(flat)
 
     def plan(self) -> Plan:

@@ -5,7 +5,7 @@ A whole YAML library can construct objects from text, which thinwire never does 
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 from typing import Any, Final
 
@@ -13,8 +13,9 @@ from thinwire.errors import SpecError
 
 _LINE: Final = re.compile(r"(?P<indent> *)(?P<key>[\w.-]+):(?: +(?P<value>\S.*?))? *")
 _WORDS: Final[dict[str, Any]] = {"true": True, "false": False, "null": None, "~": None, "{}": {}, "[]": []}
-_INTEGER: Final = re.compile(r"[-+]?\d+")
+_INTEGER: Final = re.compile(r"[-+]?(0|[1-9]\d*)")  # a 0 in front is of octal numbers, in old YAML
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
+_SINGLE_QUOTED: Final = re.compile(r"'([^']|'')*'")
 _BARE: Final = re.compile(r"[\w./:,+<>=()-][\w ./:,+<>=()-]*")
 
 
@@ -64,14 +65,28 @@ def _table_at(open_tables: list[tuple[int | None, dict[str, Any]]], indent: int)
 
 
 def _scalar(text: str, where: str) -> Any:
+    try:
+        return _plain(text)
+    except ValueError:
+        raise SpecError(where, f"{text!r} is no plain value; convert the file to JSON") from None
+
+
+def _plain(text: str) -> Any:
+    """The value of a scalar.
+
+    Raises:
+        ValueError: It is no plain one, or a whole number of too many digits.
+    """
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text):
         return int(text)
     if _NUMBER.fullmatch(text):
         return float(text)
-    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
-        return text[1:-1].replace("''", "'") if text[0] == "'" else ast.literal_eval(text)
+    if text.startswith('"'):
+        return json.loads(text)
+    if _SINGLE_QUOTED.fullmatch(text):
+        return text[1:-1].replace("''", "'")
     if _BARE.fullmatch(text):
         return text
-    raise SpecError(where, f"{text!r} is no plain value; convert the file to JSON")
+    raise ValueError(text)

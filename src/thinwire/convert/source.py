@@ -8,9 +8,10 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused
+from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused, without_contradictions
 from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
@@ -29,12 +30,14 @@ class Source:
     ranks: Factor
 
     def get(self, dotted: str, default: Any = None) -> Any:
-        """The value of a key; ``default`` where it is absent, ``null`` or ``"auto"``."""
+        """The value of a key, ``5e8`` as an ``int``; ``default`` where it is absent, ``null`` or ``"auto"``."""
         value: Any = self.table
         for key in dotted.split("."):
             if not isinstance(value, Mapping) or key not in value:
                 return default
             value = value[key]
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
         return default if value is None or value == AUTO else value
 
     def keys(self, dotted: str) -> Collection[str]:
@@ -92,9 +95,13 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
     return apply_settings(result, settings)
 
 
-def judge(source: Source, rules: Rules) -> tuple[Row, ...]:
-    """Judge every key of a configuration: one row for each key that has a rule, and a refusal for each unknown one."""
-    return tuple(_judged(source, source.table, rules, ""))
+def judge(source: Source, rules: Rules, defaults: Mapping[str, Judgement] = MappingProxyType({})) -> tuple[Row, ...]:
+    """Judge every key of a configuration: one row for each key, of which unknown ones and those that contradict one
+    above them are refused, then one for each of ``defaults`` whose key is absent or null."""
+    rows = [row for row in _judged(source, source.table, rules, "") if row.value is not None or row.key not in defaults]
+    given = {row.key for row in rows}
+    rows += [Row(key, None, judgement) for key, judgement in defaults.items() if key not in given]
+    return tuple(without_contradictions(rows))
 
 
 def always(judgement: Judgement) -> Rule:
@@ -223,5 +230,7 @@ def _json(content: str, what: str) -> Any:
 
     try:
         return json.loads(content, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+    except SpecError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, a whole number of too many digits, or too many brackets
         raise SpecError(what, f"not valid JSON: {error}") from error

@@ -26,7 +26,7 @@ def read_toml(text: str, what: str) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not TOML, a whole number of too many digits, or too many brackets
         raise SpecError(what, f"not valid TOML: {error}") from error
 
 
@@ -83,7 +83,7 @@ def apply_settings(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str
 def _setting_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text  # a bare word, so that int8:256 and bfloat16 need no quotes on a command line
 
 

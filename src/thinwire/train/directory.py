@@ -176,7 +176,6 @@ class RunDirectory:
             self.command,
             self.profile,
             self.race,
-            self.summary,
             self.picture,
         )
         before = {path: path.read_bytes() for path in described if path.is_file()}
@@ -219,7 +218,7 @@ class RunDirectory:
                 f"{self.path} is on a disk with {free:,} free bytes, and a run needs at least {_LEAST_FREE:,} for its "
                 "records alone; make room, or choose another --out"
             )
-        for stale in (self.stop_file, self.summary, self.picture):
+        for stale in (self.stop_file, self.picture):
             stale.unlink(missing_ok=True)
         if profile is not None:
             write_atomically(self.profile, profile.to_json())

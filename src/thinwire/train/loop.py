@@ -62,6 +62,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     start, steps = trainer.position.step, run.recipe.train.steps
     log = _open_log(trainer, notes) if leads else None
     if leads:
+        if start < steps:  # a finished run keeps what it measured
+            run.directory.summary.unlink(missing_ok=True)
         run.directory.note_start(start, _place(trainer) | {"base_memory": base})
     traced = run.recipe.train.trace_steps
     if traced is not None and traced[0] <= start:
@@ -78,7 +80,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         finally:
             if log is not None:
                 log.close()
-    if leads and stopped is None:
+    if leads and stopped is None and not run.directory.summary.is_file():
         write_json(run.directory.summary, _summary(trainer))
     trainer.ranks.barrier()
     return Result(trainer.position.step, stopped)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from thinwire.testing import run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.tokens import TokenWriter
 from thinwire.train.directory import RunDirectory
-from thinwire.train.export.files import export
+from thinwire.train.export.files import _publish, export
 from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.trainer import make_trainer
@@ -238,6 +239,32 @@ def test_a_directory_that_is_not_empty_is_left_alone(run_with_text: Path, tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file"):
         export(run, tmp_path / "file")
+
+
+def test_an_interrupted_replacement_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {"config.json", "generation_config.json", "model-00001-of-00002.safetensors", "tokenizer.json", "notes.txt"}
+    new = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+    move = Path.replace
+    for number in range(len(new) + 1):
+        to, staging = tmp_path / f"to-{number}", tmp_path / f"staging-{number}"
+        for directory, names in ((to, old), (staging, new)):
+            directory.mkdir()
+            for name in names:
+                (directory / name).write_text(directory.name)
+        moves = iter([True] * number)
+
+        def interrupted(file: Path, target: Path, moves: Iterator[bool] = moves) -> Path:
+            if next(moves, False):
+                return move(file, target)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt) if number < len(new) else contextlib.nullcontext():
+            _publish(staging, to)
+        assert (to / "config.json").exists() == (number == len(new))
+    assert {path.name: path.read_text() for path in to.iterdir()} == {
+        **dict.fromkeys(new, staging.name), "notes.txt": to.name,
+    }  # fmt: skip
 
 
 @pytest.mark.slow

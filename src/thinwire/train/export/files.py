@@ -23,7 +23,7 @@ from thinwire.spec.plan import Dtype
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoints
 from thinwire.train.directory import RunDirectory, write_json
-from thinwire.train.export.kept import kept_config, write_tokenizer
+from thinwire.train.export.kept import GENERATION, TOKENIZER_FILES, kept_config, write_tokenizer
 from thinwire.train.export.layout import Layout, layout_of_huggingface, layout_of_ours
 from thinwire.train.models.build import draft
 from thinwire.train.models.fresh import LastMade
@@ -199,11 +199,16 @@ def _dealt(entries: Sequence[TensorEntry], max_shard_bytes: int) -> Iterator[lis
 
 
 def _publish(staging: Path, to: Path) -> None:
-    """Give the directory its name; into one that exists, move the files and remove the weights that were there."""
+    """Give the directory its name; in one that exists, replace the model and leave other files alone.
+
+    The configuration goes first and comes last: meanwhile, and after an interruption, nobody takes a mixture of two
+    models for one.
+    """
     if not to.exists():
         staging.rename(to)
         return
-    for stale in (*to.glob("model*.safetensors"), to / INDEX):
+    names = ("config.json", INDEX, "tokenizer.json", *TOKENIZER_FILES, GENERATION)
+    for stale in (*(to / name for name in names), *to.glob("model*.safetensors")):
         stale.unlink(missing_ok=True)
-    for file in staging.iterdir():
+    for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(to / file.name)

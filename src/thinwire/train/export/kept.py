@@ -23,7 +23,7 @@ TOKENIZER_FILES: Final = (
 )
 """Files that may accompany a ``tokenizer.json``."""
 
-_GENERATION: Final = "generation_config.json"
+GENERATION: Final = "generation_config.json"
 
 
 def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, config: Mapping[str, Any] | None) -> None:
@@ -38,7 +38,7 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
         home = Path(source).expanduser() if isinstance(source, str) else None
         home = home.parent if home is not None and home.is_file() else home
         if home is not None:
-            _copy(home, directory.model, (_GENERATION,))
+            _copy(home, directory.model, (GENERATION,))
     if dataset.tokenizer is not None:
         copy_atomically(dataset.tokenizer, directory.tokenizer)
         if recipe.data.tokenizer != "bpe":
@@ -69,7 +69,7 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
 def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
     """Write a run's tokenizer and its model's generation settings, for sequences of at most ``length``, in the format
     of ``transformers``; returns the end-of-text id, or ``None`` if the run has no tokenizer."""
-    _copy(directory.model, to, (_GENERATION,))
+    _copy(directory.model, to, (GENERATION,))
     if not directory.tokenizer.is_file():
         return None
     tokenizer = Tokenizer.load(directory.tokenizer)
