@@ -14,6 +14,7 @@ from torch import nn
 
 from thinwire.agreement import NOTHING
 from thinwire.checkpoint import store
+from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
@@ -51,9 +52,9 @@ log = logging.getLogger("thinwire")
 T = TypeVar("T")
 
 
-def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
+def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
-    ranks = savers(parts)
+    path, ranks = directory_of(directory), savers(parts)
     finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).refuse("load()")

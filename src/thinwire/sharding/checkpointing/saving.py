@@ -29,6 +29,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
+from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
@@ -67,14 +68,14 @@ _given_up: dict[tuple[int, ...], list[BackgroundWriter]] = {}
 
 def save(
     parts: Sequence[ModelAndOptimizer],
-    path: Path,
+    path: str | Path,
     extra: Mapping[str, Json] | None,
     *,
     frozen: str | Path | None = None,
 ) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`. Every rank has the
     same number of parts."""
-    ranks = savers(parts)
+    path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, extra)
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
@@ -92,7 +93,7 @@ def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
 
 def start_saving(
     parts: Sequence[ModelAndOptimizer],
-    path: Path,
+    path: str | Path,
     extra: Mapping[str, Json] | None,
     then: Callable[[], None] | None = None,
     *,
@@ -117,7 +118,7 @@ def start_saving(
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
-    ranks = savers(parts)
+    path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)
