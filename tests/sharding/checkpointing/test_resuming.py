@@ -13,6 +13,7 @@ from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import CheckpointError
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -99,6 +100,28 @@ def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape:
     rates = [group["lr"] for group in optim.param_groups]
     assert [rate.shape for rate in rates] == [shape, shape]
     assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
+
+
+def with_groups(kind: str, *groups: tuple[float, list[str]]) -> tuple[nn.Module, Any]:
+    """A model under an optimizer of groups with these learning rates and parameters."""
+    model = tw.shard(Scaled(), plan("zero1"))
+    if kind == "thinwire":
+        return model, tw.optimizer(model, torch.optim.SGD, param_groups=[{"lr": lr, "params": p} for lr, p in groups])
+    named = dict(model.named_parameters())
+    return model, torch.optim.SGD([{"lr": lr, "params": [named[name] for name in names]} for lr, names in groups])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_groups_are_those_with_the_same_parameters(tmp_path: Path, kind: str) -> None:
+    tw.save(*with_groups(kind, (0.1, ["up.weight", "up.bias"]), (0.2, ["scale"])), tmp_path / "saved")
+    model, optim = with_groups(kind, (1.0, ["scale"]), (1.0, ["up.bias", "up.weight"]))
+    tw.load(model, optim, tmp_path / "saved")
+    assert [group["lr"] for group in optim.param_groups] == [0.2, 0.1]
+    model, optim = with_groups(kind, (1.0, ["up.weight"]), (1.0, ["scale", "up.bias"]))
+    moved = r"and .* were saved in groups .*, and are in groups .* of the optimizer; make the optimizer with the param"
+    with pytest.raises(CheckpointError, match=moved):
+        tw.load(model, optim, tmp_path / "saved")
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
 from thinwire.sharding.checkpointing.frozen_parameters import check_present
-from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
+from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values, groups_in_order
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, savers
 from thinwire.sharding.checkpointing.share_states import FragmentStates
@@ -34,6 +35,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     add_masters,
     check_slices,
     frozen,
+    group_numbers,
     of_part,
     persistent_buffers,
     shapes_of,
@@ -59,7 +61,8 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
     for model, _ in parts:
         runtime_of(model).refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    opened, manifest, keys = _everywhere(lambda: _open(shapes, parts, path), ranks)
+    numbers = union(group_numbers(parts), ranks)
+    opened, manifest, keys = _everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
@@ -355,10 +358,10 @@ def _everywhere(action: Callable[[], T], ranks: Control) -> T:
 
 
 def _open(
-    shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path
+    shapes: Mapping[str, Json], numbers: Mapping[str, int], parts: Sequence[ModelAndOptimizer], path: Path
 ) -> tuple[store.Opened, Manifest, dict[str, str]]:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer; returns what
-    :func:`in_names_of` does with it as well."""
+    :func:`in_names_of` does with it as well. The manifest's groups are in the order of the optimizer's."""
     opened = store.open_checkpoint(path)
     check_values(opened.manifest.values, path)
     manifest, keys = in_names_of(shapes, opened.manifest)
@@ -387,8 +390,9 @@ def _open(
             f"{path}: the checkpoint has {num_saved} parameter groups, the optimizer {num_present}; make the optimizer "
             "with the param_groups it was saved with"
         )
-    check_groups(manifest.values["groups"], optim.param_groups, path)
-    return opened, manifest, keys
+    groups = groups_in_order(manifest.values, numbers, path)
+    check_groups(groups, optim.param_groups, path)
+    return opened, replace(manifest, values={**manifest.values, "groups": groups}), keys
 
 
 def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:

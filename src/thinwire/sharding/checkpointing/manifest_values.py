@@ -44,6 +44,10 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     "updated": (_is_table, "a table"),
     "optimizer": (lambda value: isinstance(value, str), "text"),
     "groups": (lambda value: isinstance(value, list) and all(map(_is_table, value)), "a list of tables"),
+    "group_numbers": (
+        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+        "a table of counts",
+    ),
     "feedback": (_is_table, "a table"),
 }
 _ALWAYS: Final = ("plan", "num_steps", "extra")
@@ -80,6 +84,38 @@ def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[s
                 raise CheckpointError(
                     f"{path}: corrupt: the option {name!r} of parameter group {number} is {quote(value)}"
                 )
+
+
+def groups_in_order(values: Mapping[str, Any], present: Mapping[str, int], path: Path) -> list[Any]:
+    """The saved parameter groups in the order of the optimizer's, of which there are as many.
+
+    Groups belong together if they have a parameter in common. Parameters that only one side trains do not count, as
+    those that are unfrozen later. Groups without any in common keep their order, as do all in checkpoints of releases
+    that did not save which parameters they have.
+
+    Args:
+        values: Values of the manifest.
+        present: Number of the optimizer's group by name of the parameter.
+        path: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: Parameters are together in a saved group, and apart in the optimizer, or the other way round.
+    """
+    groups, saved = values["groups"], values.get("group_numbers", {})
+    if not all(number < len(groups) for number in saved.values()):
+        raise CheckpointError(f"{path}: corrupt: its parameters are in more than its {len(groups)} parameter groups")
+    saved_of, present_of = dict[int, str](), dict[int, str]()  # a parameter of each group
+    for name in [name for name in present if name in saved]:
+        for mate in (saved_of.setdefault(saved[name], name), present_of.setdefault(present[name], name)):
+            if (saved[mate] == saved[name]) != (present[mate] == present[name]):
+                raise CheckpointError(
+                    f"{path}: parameter groups have other parameters: {name} and {mate} were saved in groups "
+                    f"{saved[name]} and {saved[mate]}, and are in groups {present[name]} and {present[mate]} of the "
+                    "optimizer; make the optimizer with the param_groups it was saved with"
+                )
+    rest = iter([number for number in range(len(groups)) if number not in saved_of])
+    numbers = range(len(groups))
+    return [groups[saved[present_of[number]] if number in present_of else next(rest)] for number in numbers]
 
 
 def _alike(saved: object, present: object) -> bool:

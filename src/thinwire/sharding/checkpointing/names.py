@@ -16,7 +16,7 @@ from thinwire.checkpoint.strict_json import Json
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What names have more if a module is wrapped; torch leaves it out as well, in ``get_model_state_dict``."""
 
-_BY_NAME: Final = ("shapes", "slices", "encoded", "updated")
+_BY_NAME: Final = ("shapes", "slices", "encoded", "updated", "group_numbers")
 """Values whose keys are names."""
 
 

@@ -46,6 +46,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     Vectors,
     add_frozen,
     add_slice,
+    group_numbers,
     of_part,
     persistent_buffers,
     shapes_of,
@@ -197,6 +198,8 @@ def _collect(
     values["slices"] = union(cuts, ranks)
     updated = {name: "float32" for runtime in runtimes for name in _frozen_masters(runtime)}
     values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
+    if parts[0][1] is not None:
+        values["group_numbers"] = union(group_numbers(parts), ranks)
     if any(part.codecs.stored is not None for part in sharded):
         values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):

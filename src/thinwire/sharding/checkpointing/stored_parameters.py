@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,11 @@ ModelAndOptimizer = tuple[nn.Module, FragmentStates | None]
 def union(mine: Mapping[str, Json], ranks: Control) -> dict[str, Json]:
     """Merge the dictionaries of ranks. Collective."""
     return {key: value for part in ranks.all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
+
+
+def group_numbers(parts: Sequence[ModelAndOptimizer]) -> dict[str, int]:
+    """Numbers of the parameter groups of what this rank updates, by name of the parameter."""
+    return {name: n for _, optim in parts if optim is not None for name, n in optim.group_numbers.items()}
 
 
 def of_part(key: str, part: LocalPart) -> str:
