@@ -124,6 +124,41 @@ def test_groups_are_those_with_the_same_parameters(tmp_path: Path, kind: str) ->
         tw.load(model, optim, tmp_path / "saved")
 
 
+def of_class(kind: str, made: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    model = tw.shard(Scaled(), plan("zero1"))
+    return model, tw.optimizer(model, made, **options) if kind == "thinwire" else made(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_state_that_the_optimizer_does_not_keep_is_refused(tmp_path: Path, kind: str) -> None:
+    for made, options, key in (
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+    ):
+        model, optim = of_class(kind, made, lr=0.1, **options)
+        trained(model, optim, 0, ranks=(dist.get_rank(),))
+        tw.save(model, optim, tmp_path / key)
+        model, optim = of_class(kind, made, lr=0.1)
+        with pytest.raises(CheckpointError, match=f"state '{key}' of .*, which this optimizer does not keep"):
+            tw.load(model, optim, tmp_path / key)
+        assert not optim.state
+        assert all(optim.param_groups[0][option] != value for option, value in options.items())
+
+
+@on_ranks(2)
+def test_a_part_that_is_trained_elsewhere_has_to_be_in_the_optimizer(tmp_path: Path) -> None:
+    model, optim = of_class("torch", torch.optim.AdamW)
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    tw.save(model, optim, tmp_path / "saved")
+    model = tw.shard(Scaled(), plan("zero1"))
+    optim = torch.optim.AdamW(model.up.parameters())
+    with pytest.raises(CheckpointError, match="state 'exp_avg' of scale, which this optimizer does not keep"):
+        tw.load(model, optim, tmp_path / "saved")
+    model.scale.requires_grad_(False)
+    tw.load(model, optim, tmp_path / "saved")
+
+
 @on_ranks(2)
 def test_layers_that_were_frozen_load_where_they_are_trained(tmp_path: Path) -> None:
     """Weights of a model whose head alone was trained, into one that trains them all."""

@@ -24,7 +24,7 @@ from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want
 from thinwire.sharding.checkpointing.frozen_parameters import check_present
 from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values, groups_in_order
 from thinwire.sharding.checkpointing.names import in_names_of
-from thinwire.sharding.checkpointing.saving import finish_save, savers
+from thinwire.sharding.checkpointing.saving import finish_save, frozen_masters, savers
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -138,11 +138,14 @@ class _Loading:
         names &= manifest.values.get("updated", {}).keys()
         if names and runtime.masters is not None:
             runtime.masters.widen(names)
-        # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
-        self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+        # What state there is of a parameter: vectors, cut or whole, and single numbers.
+        self._saved: dict[str, set[str]] = {}
         prefix = f"{own_key('optimizer', self._island)}/"
-        self._trained = {key[len(prefix) :].rpartition("/")[0] for key in self._keys if key.startswith(prefix)}
-        self._new = optim.make_state(self._trained) if optim is not None else []
+        for full in (*(key.partition("@")[0] for key in manifest.vectors), *manifest.values):
+            if full.startswith(prefix):
+                name, _, key = full.removeprefix(prefix).rpartition("/")
+                self._saved.setdefault(name, set()).add(key)
+        self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
 
@@ -247,14 +250,22 @@ class _Loading:
     def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
         """Register this rank's optimizer state for reading."""
         prefix, values = own_key("optimizer", self._island), self._manifest.values
+        frozen_again = frozen_masters(self._runtime)
         for owned in optim.fragments:
             slot = owned.fragment.slot
-            if slot.name not in self._trained:
+            if slot.name not in self._saved:
                 optim.state.pop(owned.value, None)
                 continue
-            for key, entry in optim.state_of(owned).items():
+            present, saved = optim.state_of(owned), self._saved[slot.name]
+            if slot.name not in frozen_again and (lost := sorted(saved - present.keys())):
+                raise CheckpointError(
+                    f"{self._path}: the checkpoint has optimizer state {lost[0]!r} of {slot.name}, which this "
+                    "optimizer does not keep; make it with the parameters and options it was saved with, or load the "
+                    "parameters alone with thinwire.load(model, None, path)"
+                )
+            for key, entry in present.items():
                 full = f"{prefix}/{slot.name}/{key}"
-                if full not in self._keys:
+                if key not in saved:
                     raise CheckpointError(
                         f"{self._path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; "
                         "load it with the optimizer options it was saved with"

@@ -196,7 +196,7 @@ def _collect(
     slices = (item for part in sharded for item in part.slices.items())
     cuts = {name: [cut.dim, cut.ways] for name, cut in slices if cut is not None}
     values["slices"] = union(cuts, ranks)
-    updated = {name: "float32" for runtime in runtimes for name in _frozen_masters(runtime)}
+    updated = {name: "float32" for runtime in runtimes for name in frozen_masters(runtime)}
     values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
     if parts[0][1] is not None:
         values["group_numbers"] = union(group_numbers(parts), ranks)
@@ -212,7 +212,7 @@ def _collect(
     return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 
 
-def _frozen_masters(runtime: Runtime) -> list[str]:
+def frozen_masters(runtime: Runtime) -> list[str]:
     """Names of frozen parameters that have masters, such as a mean teacher's."""
     return [
         slot.name
