@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,39 @@ def test_state_that_the_optimizer_does_not_keep_is_refused(tmp_path: Path, kind:
             tw.load(model, optim, tmp_path / key)
         assert not optim.state
         assert all(optim.param_groups[0][option] != value for option, value in options.items())
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a bool beside its momentum."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = True
+
+
+@on_ranks(2)
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    """Also with names that look like slices, and state that is a bool; a save refuses what a load would refuse."""
+
+    def made(wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        model = tw.shard(wrap(nn.Sequential(OrderedDict({"up@1": nn.Linear(8, 8)}))), plan("zero1"))
+        return model, tw.optimizer(model, Odd, lr=0.1, momentum=0.9)
+
+    model, optim = made(lambda plain: plain)
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    tw.save(model, optim, tmp_path / "saved")
+    for wrap in (lambda plain: plain, lambda plain: torch.compile(plain, backend="eager")):
+        other, resumed = made(wrap)
+        tw.load(other, resumed, tmp_path / "saved")
+        assert all(state["odd"] is True for state in resumed.state.values())
+        assert list(map(len, resumed.state.values())) == [2] * len(optim.fragments)
+    for kept in ("text", 2**62, 1e300, float("nan")):
+        for state in optim.state.values():
+            state["odd"] = kept if dist.get_rank() else True
+        with pytest.raises(CheckpointError, match=r"cannot save: the value 'optimizer/.*/odd' is .*, and should"):
+            tw.save(model, optim, tmp_path / "refused")
 
 
 @on_ranks(2)

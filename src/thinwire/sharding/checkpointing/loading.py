@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.agreement import NOTHING
 from thinwire.checkpoint import store
 from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
@@ -34,6 +33,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     add_frozen,
     add_masters,
     check_slices,
+    everywhere,
     frozen,
     group_numbers,
     of_part,
@@ -51,8 +51,6 @@ from thinwire.spec import Plan
 
 log = logging.getLogger("thinwire")
 
-T = TypeVar("T")
-
 
 def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
@@ -62,7 +60,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
         runtime_of(model).refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     numbers = union(group_numbers(parts), ranks)
-    opened, manifest, keys = _everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
+    opened, manifest, keys = everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
@@ -78,7 +76,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
-        _everywhere(want, ranks)
+        everywhere(want, ranks)
         wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
         store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
@@ -141,10 +139,12 @@ class _Loading:
         # What state there is of a parameter: vectors, cut or whole, and single numbers.
         self._saved: dict[str, set[str]] = {}
         prefix = f"{own_key('optimizer', self._island)}/"
-        for full in (*(key.partition("@")[0] for key in manifest.vectors), *manifest.values):
+        slices = manifest.values.get("slices", {})
+        for full in (*manifest.vectors, *manifest.values):
             if full.startswith(prefix):
                 name, _, key = full.removeprefix(prefix).rpartition("/")
-                self._saved.setdefault(name, set()).add(key)
+                cut = name in slices and full in manifest.vectors
+                self._saved.setdefault(name, set()).add(key.rpartition("@")[0] if cut else key)
         self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
@@ -357,24 +357,13 @@ class _Loading:
         self._reducer.rescale_lost(present / before)
 
 
-def _everywhere(action: Callable[[], T], ranks: Control) -> T:
-    """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
-
-    def first(problems: Mapping[int, str]) -> CheckpointError:
-        return CheckpointError(next(iter(problems.values())))
-
-    done: list[T] = []
-    ranks.agree(lambda: done.append(action()), first, NOTHING)
-    return done[0]
-
-
 def _open(
     shapes: Mapping[str, Json], numbers: Mapping[str, int], parts: Sequence[ModelAndOptimizer], path: Path
 ) -> tuple[store.Opened, Manifest, dict[str, str]]:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer; returns what
     :func:`in_names_of` does with it as well. The manifest's groups are in the order of the optimizer's."""
     opened = store.open_checkpoint(path)
-    check_values(opened.manifest.values, path)
+    check_values(opened.manifest.values, f"{path}: corrupt")
     manifest, keys = in_names_of(shapes, opened.manifest)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,10 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     """Whether a value is a number that torch can compute with."""
     return (type(value) is int and abs(value) < _MOST) or (type(value) is float and abs(value) <= _LARGEST)
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, bool) or _is_number(value)
 
 
 def _is_table(value: object) -> bool:
@@ -50,11 +55,17 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
     ),
     "feedback": (_is_table, "a table"),
 }
+_STATE: Final = re.compile(r"(island-\d+/)?optimizer/")
+"""How keys of a parameter's optimizer state begin."""
 _ALWAYS: Final = ("plan", "num_steps", "extra")
 
 
-def check_values(values: Mapping[str, Any], path: Path) -> None:
+def check_values(values: Mapping[str, Any], problem: str) -> None:
     """Check that the values of a manifest which describe a model and its optimizer are there, and of the right types.
+
+    Args:
+        values: The values, from a checkpoint or for one.
+        problem: What it means if they are not: how the message begins.
 
     Raises:
         CheckpointError: A value is missing or has another type; the message names it.
@@ -62,13 +73,13 @@ def check_values(values: Mapping[str, Any], path: Path) -> None:
     required = (*_ALWAYS, *(("groups",) if "optimizer" in values else ()))
     missing = [key for key in required if key not in values]
     if missing:
-        raise CheckpointError(f"{path}: corrupt: its manifest lacks {', '.join(map(repr, missing))}")
+        raise CheckpointError(f"{problem}: its manifest lacks {', '.join(map(repr, missing))}")
     for key, value in values.items():
         fits, kind = _KINDS.get(key.partition(" of ")[0], (lambda _: True, ""))
-        if key.startswith("optimizer/"):
-            fits, kind = _is_number, "a number that fp32 can hold"
+        if _STATE.match(key):
+            fits, kind = _is_state, "a number that fp32 can hold, or a bool"
         if not fits(value):
-            raise CheckpointError(f"{path}: corrupt: the value {key!r} is {quote(value)}, and should be {kind}")
+            raise CheckpointError(f"{problem}: the value {key!r} is {quote(value)}, and should be {kind}")
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -39,7 +39,7 @@ def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dic
     def rename(key: str) -> str:
         parts = []
         for part in stored(key).split("/"):
-            name, mark, number = part.partition("@")
+            name, mark, number = (part, "", "") if part in own else part.rpartition("@")
             parts.append(own.get(name, name) + mark + number)
         return "/".join(parts)
 

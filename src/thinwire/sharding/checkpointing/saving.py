@@ -38,6 +38,7 @@ from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
+from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.names import renamed, stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
@@ -46,6 +47,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     Vectors,
     add_frozen,
     add_slice,
+    everywhere,
     group_numbers,
     of_part,
     persistent_buffers,
@@ -78,7 +80,7 @@ def save(
     same number of parts."""
     path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
-    vectors, values, shared = _collect(parts, extra)
+    vectors, values, shared = _collect(parts, path, extra)
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     try:
         store.write(path, vectors, values, control=ranks, base=base)
@@ -123,7 +125,7 @@ def start_saving(
     finish_save(ranks)
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)
-    vectors, values, shared = _collect(parts, extra)
+    vectors, values, shared = _collect(parts, path, extra)
     path = path.absolute()  # the program may go to another directory while this one writes
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     if ranks.ranks not in _writers:
@@ -179,7 +181,7 @@ def _close_writers() -> None:
 
 
 def _collect(
-    parts: Sequence[ModelAndOptimizer], extra: Mapping[str, Json] | None
+    parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Json] | None
 ) -> tuple[dict[str, ShardedVector], dict[str, Json], dict[str, ShardedVector]]:
     """The vectors and the values of a checkpoint, and the vectors of frozen parameters."""
     runtimes = [runtime_of(model) for model, _ in parts]
@@ -206,6 +208,7 @@ def _collect(
         runtime.join()
         _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
+    everywhere(lambda: check_values(values, f"{path}: cannot save"), ranks)
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
