@@ -180,6 +180,28 @@ def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
             tw.save(model, optim, tmp_path / "refused")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_numbers_that_are_not_finite_go_on(tmp_path: Path, kind: str) -> None:
+    """A limit that is infinite, and the moment of a scalar that has diverged, as that of any other parameter."""
+
+    def made() -> tuple[nn.Module, Any]:
+        model, optim = of_class(kind, torch.optim.SGD, lr=0.1, momentum=0.9)
+        optim.param_groups[0]["limit"] = None
+        return model, optim
+
+    model, optim = made()
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    optim.param_groups[0]["limit"] = float("inf")
+    for state in optim.state.values():
+        state["momentum_buffer"].fill_(float("nan"))
+    tw.save(model, optim, tmp_path / "saved")
+    model, optim = made()
+    tw.load(model, optim, tmp_path / "saved")
+    assert optim.param_groups[0]["limit"] == float("inf")
+    assert all(state["momentum_buffer"].isnan().all() for state in optim.state.values())
+
+
 @on_ranks(2)
 def test_a_part_that_is_trained_elsewhere_has_to_be_in_the_optimizer(tmp_path: Path) -> None:
     model, optim = of_class("torch", torch.optim.AdamW)

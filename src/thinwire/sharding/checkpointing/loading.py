@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
 from thinwire.sharding.checkpointing.frozen_parameters import check_present
-from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values, groups_in_order
+from thinwire.sharding.checkpointing.manifest_values import NOT_FINITE, check_groups, check_values, groups_in_order
 from thinwire.sharding.checkpointing.names import in_names_of
 from thinwire.sharding.checkpointing.saving import finish_save, frozen_masters, savers
 from thinwire.sharding.checkpointing.share_states import FragmentStates
@@ -414,6 +414,8 @@ def _as_kept(present: Any, saved: Json) -> Any:
     """A saved option, of the kind that the group has. A tensor is made anew: groups may share theirs."""
     if isinstance(present, tuple) and isinstance(saved, list):
         return tuple(starmap(_as_kept, zip(present, saved, strict=True)))
+    if saved in NOT_FINITE and not isinstance(present, str):
+        saved = float(saved)
     if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
         return torch.full_like(present, saved)
     return saved

@@ -12,6 +12,8 @@ from thinwire.errors import CheckpointError
 
 _MOST: Final = 2**62
 """Above all steps, lengths and indices."""
+NOT_FINITE: Final = ("inf", "-inf", "nan")
+"""Numbers among the options of a parameter group that JSON cannot hold, as text."""
 _LARGEST: Final = 3.4e38
 """About the largest number in fp32."""
 
@@ -137,7 +139,7 @@ def _alike(saved: object, present: object) -> bool:
             and all(_alike(*pair) for pair in zip(saved, present, strict=True))
         )
     if present is None or saved is None:  # an option that may be unset, such as fused
-        return saved is None or isinstance(saved, bool) or _is_number(saved)
+        return saved is None or isinstance(saved, bool) or _is_number(saved) or saved in NOT_FINITE
     if isinstance(present, str | bool):
         return type(saved) is type(present)
-    return _is_number(saved)
+    return _is_number(saved) or saved in NOT_FINITE

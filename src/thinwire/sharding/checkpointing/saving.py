@@ -19,6 +19,7 @@ values that belong to one part of a model, under tensor or pipeline parallelism,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -254,7 +255,8 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
             mean = means.of(owned) if first_replica else None
             add(f"{own_key('average', island)}/{name}", name, slot.numel, offset, mean)
         for key, entry in (optim.state_of(owned) if optim is not None else {}).items():
-            if isinstance(entry, torch.Tensor) and entry.dim() > 0:
+            # A scalar parameter's moment may be NaN, like those of others, and a value of the manifest may not.
+            if isinstance(entry, torch.Tensor) and (entry.dim() > 0 or not (owned.value.dim() or entry.isfinite())):
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
                 moment = entry.reshape(-1) if first_replica else None
@@ -312,4 +314,5 @@ def _is_scalar(value: Any) -> bool:
 def _as_json(value: Any) -> Json:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    return value.item() if _is_scalar(value) else value
+    value = value.item() if _is_scalar(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
