@@ -385,8 +385,8 @@ def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any
 
     Args:
         model: A sharded model with the same shapes.
-        optim: Optimizer of the model, of the same class as the saved one, or several in the same order; or ``None`` to
-            load only parameters.
+        optim: Optimizer of the model, of the same class as the saved one and with the same parameters in each of its
+            groups, which may have another order; or several in the same order; or ``None`` to load only parameters.
         path: Directory of the checkpoint.
 
     Returns:

@@ -1,7 +1,8 @@
 """Saves a sharded model to a checkpoint, and loads it under any other plan.
 
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
-parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Parameters that were
+parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value; so are the options of
+parameter groups, in ``groups``, and the number of each parameter's group, in ``group_numbers``. Parameters that were
 frozen when the model was sharded have their own dtype, and a place of their own
 (:mod:`thinwire.sharding.checkpointing.frozen_parameters`). Two kinds of vectors are valid only under the plan that
 wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank after rank; they contain the loss
