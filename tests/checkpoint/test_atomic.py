@@ -98,11 +98,12 @@ def test_the_previous_directory_returns_if_the_new_one_cannot_take_its_place(
 def test_a_crash_between_the_renames_is_read_through_and_undone(tmp_path: Path) -> None:
     fill(tmp_path / f".old-a-{TOKEN}", "one")
     fill(tmp_path / f".tmp-a-{TOKEN}", "two")
-    fill(tmp_path / f".old-a-b-{TOKEN}", "another")
+    for name in ("a-b", "a\nb"):
+        fill(tmp_path / f".old-{name}-{TOKEN}", "another")
+        assert text_of(tmp_path / name) == "another"
     assert text_of(tmp_path / "a") == "one"
-    assert text_of(tmp_path / "a-b") == "another"
     recover(tmp_path)
-    assert names(tmp_path) == ["a", "a-b"]
+    assert names(tmp_path) == ["a", "a\nb", "a-b"]
     assert text_of(tmp_path / "a") == "one"
 
 

@@ -90,6 +90,7 @@ def sentence(result: Result) -> str:
         (["--set", "plan.bucket_byte=3"], "did you mean tuning.bucket_bytes"),
         (["--set", "cluster.device=cuda"], "no CUDA device"),
         (["--resume", "--out", "run"], "holds no run to resume"),
+        (["--out", "s3://bucket/run"], "this is a URL"),
         ([], "text.txt does not exist"),
     ],
 )

@@ -35,7 +35,7 @@ from thinwire.checkpoint.durable import make_directory, sync
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
 
-_LEFTOVER: Final = re.compile(r"\.(tmp|old)-(.+)-([0-9a-f]{16})")
+_LEFTOVER: Final = re.compile(r"\.(tmp|old)-(.+)-([0-9a-f]{16})", re.DOTALL)
 _STALE_SECONDS: Final = 3600.0
 """Age at which a leftover is deleted on file systems without locks."""
 

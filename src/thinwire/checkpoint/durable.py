@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
+from typing import Final
+
+from thinwire.errors import UsageError
+
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""How a URL begins, also one that a ``Path`` has taken a slash from."""
+
+
+def directory_of(path: str | os.PathLike[str]) -> Path:
+    """A directory that is given by its path.
+
+    Raises:
+        UsageError: A URL is given, which as a path would be a directory of this name here.
+    """
+    if _URL.match(os.fspath(path)):
+        raise UsageError(
+            f"{os.fspath(path)}: checkpoints are directories of a file system that all ranks share, and this is a URL: "
+            "give the path at which the store is mounted, or save to a directory and copy it to the store afterwards"
+        )
+    return Path(path)
 
 
 def sync(path: Path) -> None:

@@ -210,7 +210,7 @@ class ParallelModel:
         frozen: str | Path | None = None,
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
-        saving.save(_trained(self, optim), Path(path), extra, frozen=frozen)
+        saving.save(_trained(self, optim), path, extra, frozen=frozen)
 
     def async_save(
         self,
@@ -238,11 +238,11 @@ class ParallelModel:
             A future.
         """
         parts = _trained(self, optim)
-        return saving.start_saving(parts, Path(path), extra, then, limit=limit, copies=copies, frozen=frozen)
+        return saving.start_saving(parts, path, extra, then, limit=limit, copies=copies, frozen=frozen)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
-        return loading.load(_trained(self, optim), Path(path))
+        return loading.load(_trained(self, optim), path)
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
         """Traffic of this rank on the axes ``tp``, ``pp``, ``ep`` and ``cp`` since the last call."""

@@ -326,7 +326,7 @@ def save(
         model: A sharded model.
         optim: Optimizer of the model, several that update different parameters, or ``None`` to save only parameters.
             They are made by :func:`optimizer` or from ``model.parameters()``.
-        path: Directory of the checkpoint; an existing checkpoint is replaced.
+        path: Directory of the checkpoint, on a file system that all ranks share; an existing checkpoint is replaced.
         extra: Further JSON values to save, such as the position in the data; equal on every rank.
         frozen: Directory in which ``frozen-HASH`` is; default: the one that ``path`` is in. With ``"reference"``,
             frozen parameters are stored nowhere: a load compares those that the model has, from the files that the run
@@ -335,7 +335,7 @@ def save(
     Raises:
         CheckpointError: A rank has failed. Raised on every rank.
     """
-    saving.save([(model, states_of(model, optim))], Path(path), extra, frozen=frozen)
+    saving.save([(model, states_of(model, optim))], path, extra, frozen=frozen)
 
 
 def async_save(
@@ -372,7 +372,7 @@ def async_save(
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
     """
-    return saving.start_saving([(model, states_of(model, optim))], Path(path), extra, limit=limit, frozen=frozen)
+    return saving.start_saving([(model, states_of(model, optim))], path, extra, limit=limit, frozen=frozen)
 
 
 def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any]:
@@ -385,8 +385,8 @@ def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any
 
     Args:
         model: A sharded model with the same shapes.
-        optim: Optimizer of the model, of the same class as the saved one, or several in the same order; or ``None`` to
-            load only parameters.
+        optim: Optimizer of the model, of the same class as the saved one and with the same parameters in each of its
+            groups, which may have another order; or several in the same order; or ``None`` to load only parameters.
         path: Directory of the checkpoint.
 
     Returns:
@@ -396,7 +396,7 @@ def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any
         CheckpointError: The checkpoint is missing, incomplete or corrupt, or does not fit the model or the optimizer.
             Raised on every rank.
     """
-    return loading.load([(model, states_of(model, optim))], Path(path))
+    return loading.load([(model, states_of(model, optim))], path)
 
 
 def progress(model: nn.Module, share: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import CheckpointError
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -99,6 +101,118 @@ def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape:
     rates = [group["lr"] for group in optim.param_groups]
     assert [rate.shape for rate in rates] == [shape, shape]
     assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
+
+
+def with_groups(kind: str, *groups: tuple[float, list[str]]) -> tuple[nn.Module, Any]:
+    """A model under an optimizer of groups with these learning rates and parameters."""
+    model = tw.shard(Scaled(), plan("zero1"))
+    if kind == "thinwire":
+        return model, tw.optimizer(model, torch.optim.SGD, param_groups=[{"lr": lr, "params": p} for lr, p in groups])
+    named = dict(model.named_parameters())
+    return model, torch.optim.SGD([{"lr": lr, "params": [named[name] for name in names]} for lr, names in groups])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_groups_are_those_with_the_same_parameters(tmp_path: Path, kind: str) -> None:
+    tw.save(*with_groups(kind, (0.1, ["up.weight", "up.bias"]), (0.2, ["scale"])), tmp_path / "saved")
+    model, optim = with_groups(kind, (1.0, ["scale"]), (1.0, ["up.bias", "up.weight"]))
+    tw.load(model, optim, tmp_path / "saved")
+    assert [group["lr"] for group in optim.param_groups] == [0.2, 0.1]
+    model, optim = with_groups(kind, (1.0, ["up.weight"]), (1.0, ["scale", "up.bias"]))
+    moved = r"and .* were saved in groups .*, and are in groups .* of the optimizer; make the optimizer with the param"
+    with pytest.raises(CheckpointError, match=moved):
+        tw.load(model, optim, tmp_path / "saved")
+
+
+def of_class(kind: str, made: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    model = tw.shard(Scaled(), plan("zero1"))
+    return model, tw.optimizer(model, made, **options) if kind == "thinwire" else made(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_state_that_the_optimizer_does_not_keep_is_refused(tmp_path: Path, kind: str) -> None:
+    for made, options, key in (
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+    ):
+        model, optim = of_class(kind, made, lr=0.1, **options)
+        trained(model, optim, 0, ranks=(dist.get_rank(),))
+        tw.save(model, optim, tmp_path / key)
+        model, optim = of_class(kind, made, lr=0.1)
+        with pytest.raises(CheckpointError, match=f"state '{key}' of .*, which this optimizer does not keep"):
+            tw.load(model, optim, tmp_path / key)
+        assert not optim.state
+        assert all(optim.param_groups[0][option] != value for option, value in options.items())
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a bool beside its momentum."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["odd"] = True
+
+
+@on_ranks(2)
+def test_what_is_saved_can_be_loaded(tmp_path: Path) -> None:
+    """Also with names that look like slices, and state that is a bool; a save refuses what a load would refuse."""
+
+    def made(wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+        model = tw.shard(wrap(nn.Sequential(OrderedDict({"up@1": nn.Linear(8, 8)}))), plan("zero1"))
+        return model, tw.optimizer(model, Odd, lr=0.1, momentum=0.9)
+
+    model, optim = made(lambda plain: plain)
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    tw.save(model, optim, tmp_path / "saved")
+    for wrap in (lambda plain: plain, lambda plain: torch.compile(plain, backend="eager")):
+        other, resumed = made(wrap)
+        tw.load(other, resumed, tmp_path / "saved")
+        assert all(state["odd"] is True for state in resumed.state.values())
+        assert list(map(len, resumed.state.values())) == [2] * len(optim.fragments)
+    for kept in ("text", 2**62, 1e300, float("nan")):
+        for state in optim.state.values():
+            state["odd"] = kept if dist.get_rank() else True
+        with pytest.raises(CheckpointError, match=r"cannot save: the value 'optimizer/.*/odd' is .*, and should"):
+            tw.save(model, optim, tmp_path / "refused")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_numbers_that_are_not_finite_go_on(tmp_path: Path, kind: str) -> None:
+    """A limit that is infinite, and the moment of a scalar that has diverged, as that of any other parameter."""
+
+    def made() -> tuple[nn.Module, Any]:
+        model, optim = of_class(kind, torch.optim.SGD, lr=0.1, momentum=0.9)
+        optim.param_groups[0]["limit"] = None
+        return model, optim
+
+    model, optim = made()
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    optim.param_groups[0]["limit"] = float("inf")
+    for state in optim.state.values():
+        state["momentum_buffer"].fill_(float("nan"))
+    tw.save(model, optim, tmp_path / "saved")
+    model, optim = made()
+    tw.load(model, optim, tmp_path / "saved")
+    assert optim.param_groups[0]["limit"] == float("inf")
+    assert all(state["momentum_buffer"].isnan().all() for state in optim.state.values())
+
+
+@on_ranks(2)
+def test_a_part_that_is_trained_elsewhere_has_to_be_in_the_optimizer(tmp_path: Path) -> None:
+    model, optim = of_class("torch", torch.optim.AdamW)
+    trained(model, optim, 0, ranks=(dist.get_rank(),))
+    tw.save(model, optim, tmp_path / "saved")
+    model = tw.shard(Scaled(), plan("zero1"))
+    optim = torch.optim.AdamW(model.up.parameters())
+    with pytest.raises(CheckpointError, match="state 'exp_avg' of scale, which this optimizer does not keep"):
+        tw.load(model, optim, tmp_path / "saved")
+    model.scale.requires_grad_(False)
+    tw.load(model, optim, tmp_path / "saved")
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.checkpoint.store import verify
 from thinwire.collectives import group
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, UsageError
 from thinwire.sharding.checkpointing import saving as snapshot
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
@@ -129,6 +129,21 @@ def test_a_program_may_leave_its_directory_meanwhile(tmp_path: Path) -> None:
     assert (tmp_path / "here").is_dir()
     assert not Path("/here").exists()
     tw.load(model, optim, tmp_path / "here")
+
+
+@on_ranks(2)
+def test_a_url_is_no_directory(tmp_path: Path) -> None:
+    model, optim = start()
+    calls: list[Callable[..., object]] = [tw.save, tw.async_save, tw.load]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(tmp_path)
+        for call in calls:
+            for place in ("s3://bucket/run", Path("s3://bucket/run")):
+                with pytest.raises(UsageError, match=r"s3:/+bucket/run: .* this is a URL: give the path"):
+                    call(model, optim, place)
+        with pytest.raises(UsageError, match="this is a URL"):
+            tw.save(model, optim, "here", frozen="s3://bucket")
+    assert not list(tmp_path.iterdir())
 
 
 def check_failures(directory: str) -> list[str]:

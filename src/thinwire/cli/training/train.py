@@ -212,10 +212,11 @@ def _origin(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
+    from thinwire.checkpoint.durable import directory_of
     from thinwire.train.directory import RunDirectory
 
     if options.out is not None:
-        return RunDirectory(options.out.resolve())
+        return RunDirectory(directory_of(options.out).resolve())
     if ranks is not None:
         # Each rank would look for a free name by itself, and not all at the same moment.
         raise UsageError(

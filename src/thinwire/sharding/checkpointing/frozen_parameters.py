@@ -21,6 +21,7 @@ from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.checkpoint.bases import Base, base_name, describe_difference
 from thinwire.checkpoint.blocks import as_bytes
+from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Content, check_cover, dtype_name, named_dtype
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control
@@ -35,7 +36,7 @@ _BLOCK: Final = 32 << 20
 
 def place_of(frozen: str | Path | None, path: Path) -> Path | None:
     """Where a save at ``path`` keeps frozen parameters, ``None`` for nowhere; see :func:`thinwire.save`."""
-    return None if frozen == REFERENCE else path.parent if frozen is None else Path(frozen).absolute()
+    return None if frozen == REFERENCE else path.parent if frozen is None else directory_of(frozen).absolute()
 
 
 @dataclass(frozen=True)

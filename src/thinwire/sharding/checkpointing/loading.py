@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from thinwire.agreement import NOTHING
 from thinwire.checkpoint import store
+from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
 from thinwire.sharding.checkpointing.frozen_parameters import check_present
-from thinwire.sharding.checkpointing.manifest_values import check_groups, check_values
+from thinwire.sharding.checkpointing.manifest_values import NOT_FINITE, check_groups, check_values, groups_in_order
 from thinwire.sharding.checkpointing.names import in_names_of
-from thinwire.sharding.checkpointing.saving import finish_save, savers
+from thinwire.sharding.checkpointing.saving import finish_save, frozen_masters, savers
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -32,7 +33,9 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     add_frozen,
     add_masters,
     check_slices,
+    everywhere,
     frozen,
+    group_numbers,
     of_part,
     persistent_buffers,
     shapes_of,
@@ -48,17 +51,16 @@ from thinwire.spec import Plan
 
 log = logging.getLogger("thinwire")
 
-T = TypeVar("T")
 
-
-def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
+def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
-    ranks = savers(parts)
+    path, ranks = directory_of(directory), savers(parts)
     finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    opened, manifest, keys = _everywhere(lambda: _open(shapes, parts, path), ranks)
+    numbers = union(group_numbers(parts), ranks)
+    opened, manifest, keys = everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
@@ -74,7 +76,7 @@ def load(parts: Sequence[ModelAndOptimizer], path: Path) -> dict[str, Json]:
     try:
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
-        _everywhere(want, ranks)
+        everywhere(want, ranks)
         wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
         store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
@@ -134,11 +136,16 @@ class _Loading:
         names &= manifest.values.get("updated", {}).keys()
         if names and runtime.masters is not None:
             runtime.masters.widen(names)
-        # Keys of whatever there is, cut, whole or a single number; and the parameters that have state.
-        self._keys = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
+        # What state there is of a parameter: vectors, cut or whole, and single numbers.
+        self._saved: dict[str, set[str]] = {}
         prefix = f"{own_key('optimizer', self._island)}/"
-        self._trained = {key[len(prefix) :].rpartition("/")[0] for key in self._keys if key.startswith(prefix)}
-        self._new = optim.make_state(self._trained) if optim is not None else []
+        slices = manifest.values.get("slices", {})
+        for full in (*manifest.vectors, *manifest.values):
+            if full.startswith(prefix):
+                name, _, key = full.removeprefix(prefix).rpartition("/")
+                cut = name in slices and full in manifest.vectors
+                self._saved.setdefault(name, set()).add(key.rpartition("@")[0] if cut else key)
+        self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
 
@@ -243,14 +250,22 @@ class _Loading:
     def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
         """Register this rank's optimizer state for reading."""
         prefix, values = own_key("optimizer", self._island), self._manifest.values
+        frozen_again = frozen_masters(self._runtime)
         for owned in optim.fragments:
             slot = owned.fragment.slot
-            if slot.name not in self._trained:
+            if slot.name not in self._saved:
                 optim.state.pop(owned.value, None)
                 continue
-            for key, entry in optim.state_of(owned).items():
+            present, saved = optim.state_of(owned), self._saved[slot.name]
+            if slot.name not in frozen_again and (lost := sorted(saved - present.keys())):
+                raise CheckpointError(
+                    f"{self._path}: the checkpoint has optimizer state {lost[0]!r} of {slot.name}, which this "
+                    "optimizer does not keep; make it with the parameters and options it was saved with, or load the "
+                    "parameters alone with thinwire.load(model, None, path)"
+                )
+            for key, entry in present.items():
                 full = f"{prefix}/{slot.name}/{key}"
-                if full not in self._keys:
+                if key not in saved:
                     raise CheckpointError(
                         f"{self._path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; "
                         "load it with the optimizer options it was saved with"
@@ -342,24 +357,13 @@ class _Loading:
         self._reducer.rescale_lost(present / before)
 
 
-def _everywhere(action: Callable[[], T], ranks: Control) -> T:
-    """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
-
-    def first(problems: Mapping[int, str]) -> CheckpointError:
-        return CheckpointError(next(iter(problems.values())))
-
-    done: list[T] = []
-    ranks.agree(lambda: done.append(action()), first, NOTHING)
-    return done[0]
-
-
 def _open(
-    shapes: Mapping[str, Json], parts: Sequence[ModelAndOptimizer], path: Path
+    shapes: Mapping[str, Json], numbers: Mapping[str, int], parts: Sequence[ModelAndOptimizer], path: Path
 ) -> tuple[store.Opened, Manifest, dict[str, str]]:
     """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer; returns what
-    :func:`in_names_of` does with it as well."""
+    :func:`in_names_of` does with it as well. The manifest's groups are in the order of the optimizer's."""
     opened = store.open_checkpoint(path)
-    check_values(opened.manifest.values, path)
+    check_values(opened.manifest.values, f"{path}: corrupt")
     manifest, keys = in_names_of(shapes, opened.manifest)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
@@ -386,8 +390,9 @@ def _open(
             f"{path}: the checkpoint has {num_saved} parameter groups, the optimizer {num_present}; make the optimizer "
             "with the param_groups it was saved with"
         )
-    check_groups(manifest.values["groups"], optim.param_groups, path)
-    return opened, manifest, keys
+    groups = groups_in_order(manifest.values, numbers, path)
+    check_groups(groups, optim.param_groups, path)
+    return opened, replace(manifest, values={**manifest.values, "groups": groups}), keys
 
 
 def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:
@@ -409,6 +414,8 @@ def _as_kept(present: Any, saved: Json) -> Any:
     """A saved option, of the kind that the group has. A tensor is made anew: groups may share theirs."""
     if isinstance(present, tuple) and isinstance(saved, list):
         return tuple(starmap(_as_kept, zip(present, saved, strict=True)))
+    if saved in NOT_FINITE and not isinstance(present, str):
+        saved = float(saved)
     if isinstance(present, torch.Tensor) and isinstance(saved, int | float):
         return torch.full_like(present, saved)
     return saved

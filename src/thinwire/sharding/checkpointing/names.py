@@ -16,7 +16,7 @@ from thinwire.checkpoint.strict_json import Json
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What names have more if a module is wrapped; torch leaves it out as well, in ``get_model_state_dict``."""
 
-_BY_NAME: Final = ("shapes", "slices", "encoded", "updated")
+_BY_NAME: Final = ("shapes", "slices", "encoded", "updated", "group_numbers")
 """Values whose keys are names."""
 
 
@@ -39,7 +39,7 @@ def in_names_of(names: Iterable[str], manifest: Manifest) -> tuple[Manifest, dic
     def rename(key: str) -> str:
         parts = []
         for part in stored(key).split("/"):
-            name, mark, number = part.partition("@")
+            name, mark, number = (part, "", "") if part in own else part.rpartition("@")
             parts.append(own.get(name, name) + mark + number)
         return "/".join(parts)
 

@@ -30,7 +30,7 @@ class SavedModel:
         self._manifest = self._opened.manifest
         self._opened.check_files()
         values = self._manifest.values
-        check_values(values, path)
+        check_values(values, f"{path}: corrupt")
         self.averaged = "average" in values
         self.shapes: dict[str, list[int]] = values.get("shapes", {})
         check_slices(self._manifest, self.shapes, path)

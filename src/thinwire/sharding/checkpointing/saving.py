@@ -1,7 +1,8 @@
 """Saves a sharded model to a checkpoint, and loads it under any other plan.
 
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
-parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Parameters that were
+parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value; so are the options of
+parameter groups, in ``groups``, and the number of each parameter's group, in ``group_numbers``. Parameters that were
 frozen when the model was sharded have their own dtype, and a place of their own
 (:mod:`thinwire.sharding.checkpointing.frozen_parameters`). Two kinds of vectors are valid only under the plan that
 wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank after rank; they contain the loss
@@ -19,6 +20,7 @@ values that belong to one part of a model, under tensor or pipeline parallelism,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
+from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
@@ -37,6 +40,7 @@ from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
+from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.names import renamed, stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
@@ -45,6 +49,8 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     Vectors,
     add_frozen,
     add_slice,
+    everywhere,
+    group_numbers,
     of_part,
     persistent_buffers,
     shapes_of,
@@ -67,16 +73,16 @@ _given_up: dict[tuple[int, ...], list[BackgroundWriter]] = {}
 
 def save(
     parts: Sequence[ModelAndOptimizer],
-    path: Path,
+    path: str | Path,
     extra: Mapping[str, Json] | None,
     *,
     frozen: str | Path | None = None,
 ) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`. Every rank has the
     same number of parts."""
-    ranks = savers(parts)
+    path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
-    vectors, values, shared = _collect(parts, extra)
+    vectors, values, shared = _collect(parts, path, extra)
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     try:
         store.write(path, vectors, values, control=ranks, base=base)
@@ -92,7 +98,7 @@ def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
 
 def start_saving(
     parts: Sequence[ModelAndOptimizer],
-    path: Path,
+    path: str | Path,
     extra: Mapping[str, Json] | None,
     then: Callable[[], None] | None = None,
     *,
@@ -117,11 +123,11 @@ def start_saving(
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
-    ranks = savers(parts)
+    path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)
-    vectors, values, shared = _collect(parts, extra)
+    vectors, values, shared = _collect(parts, path, extra)
     path = path.absolute()  # the program may go to another directory while this one writes
     base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
     if ranks.ranks not in _writers:
@@ -177,7 +183,7 @@ def _close_writers() -> None:
 
 
 def _collect(
-    parts: Sequence[ModelAndOptimizer], extra: Mapping[str, Json] | None
+    parts: Sequence[ModelAndOptimizer], path: Path, extra: Mapping[str, Json] | None
 ) -> tuple[dict[str, ShardedVector], dict[str, Json], dict[str, ShardedVector]]:
     """The vectors and the values of a checkpoint, and the vectors of frozen parameters."""
     runtimes = [runtime_of(model) for model, _ in parts]
@@ -194,21 +200,24 @@ def _collect(
     slices = (item for part in sharded for item in part.slices.items())
     cuts = {name: [cut.dim, cut.ways] for name, cut in slices if cut is not None}
     values["slices"] = union(cuts, ranks)
-    updated = {name: "float32" for runtime in runtimes for name in _frozen_masters(runtime)}
+    updated = {name: "float32" for runtime in runtimes for name in frozen_masters(runtime)}
     values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
+    if parts[0][1] is not None:
+        values["group_numbers"] = union(group_numbers(parts), ranks)
     if any(part.codecs.stored is not None for part in sharded):
         values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
+    everywhere(lambda: check_values(values, f"{path}: cannot save"), ranks)
     frozen = {stored(key): vector for key, vector in shared.sharded().items()}
     own = {stored(key): vector for key, vector in vectors.sharded().items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
     return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 
 
-def _frozen_masters(runtime: Runtime) -> list[str]:
+def frozen_masters(runtime: Runtime) -> list[str]:
     """Names of frozen parameters that have masters, such as a mean teacher's."""
     return [
         slot.name
@@ -247,7 +256,8 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
             mean = means.of(owned) if first_replica else None
             add(f"{own_key('average', island)}/{name}", name, slot.numel, offset, mean)
         for key, entry in (optim.state_of(owned) if optim is not None else {}).items():
-            if isinstance(entry, torch.Tensor) and entry.dim() > 0:
+            # A scalar parameter's moment may be NaN, like those of others, and a value of the manifest may not.
+            if isinstance(entry, torch.Tensor) and (entry.dim() > 0 or not (owned.value.dim() or entry.isfinite())):
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
                 moment = entry.reshape(-1) if first_replica else None
@@ -305,4 +315,5 @@ def _is_scalar(value: Any) -> bool:
 def _as_json(value: Any) -> Json:
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    return value.item() if _is_scalar(value) else value
+    value = value.item() if _is_scalar(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

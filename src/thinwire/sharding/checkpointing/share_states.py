@@ -55,6 +55,10 @@ class FragmentStates(Protocol):
         """The groups of all optimizers."""
 
     @property
+    def group_numbers(self) -> dict[str, int]:
+        """The number of a parameter's group, by the parameter's name, for those of which this rank has a fragment."""
+
+    @property
     def state(self) -> Any:
         """State of each fragment, by its value."""
 
@@ -118,6 +122,16 @@ class ShareStates:
     def param_groups(self) -> list[dict[str, Any]]:
         """See :class:`FragmentStates`."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def group_numbers(self) -> dict[str, int]:
+        """See :class:`FragmentStates`."""
+        members = [(share, number) for number, group in enumerate(self.param_groups) for share in group["params"]]
+        return {
+            share.spec.name: number
+            for share, number in members
+            if id(share) in self._mine and share.spec.name in self._owned
+        }
 
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
         """See :class:`FragmentStates`."""

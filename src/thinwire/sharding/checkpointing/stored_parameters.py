@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from thinwire.agreement import Typed
+from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint.manifest import Manifest
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.collectives.group import Control
@@ -33,6 +33,8 @@ _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
 
 Json = Any
 
+T = TypeVar("T")
+
 ModelAndOptimizer = tuple[nn.Module, FragmentStates | None]
 """A sharded model, or a part of one, and the states of its optimizers; ``None`` to neither save nor load them."""
 
@@ -40,6 +42,22 @@ ModelAndOptimizer = tuple[nn.Module, FragmentStates | None]
 def union(mine: Mapping[str, Json], ranks: Control) -> dict[str, Json]:
     """Merge the dictionaries of ranks. Collective."""
     return {key: value for part in ranks.all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
+
+
+def group_numbers(parts: Sequence[ModelAndOptimizer]) -> dict[str, int]:
+    """Numbers of the parameter groups of what this rank updates, by name of the parameter."""
+    return {name: n for _, optim in parts if optim is not None for name, n in optim.group_numbers.items()}
+
+
+def everywhere(action: Callable[[], T], ranks: Control) -> T:
+    """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
+
+    def first(problems: Mapping[int, str]) -> CheckpointError:
+        return CheckpointError(next(iter(problems.values())))
+
+    done: list[T] = []
+    ranks.agree(lambda: done.append(action()), first, NOTHING)
+    return done[0]
 
 
 def of_part(key: str, part: LocalPart) -> str:

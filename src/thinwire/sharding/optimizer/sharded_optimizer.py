@@ -129,6 +129,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.param_groups
 
     @property
+    def group_numbers(self) -> dict[str, int]:
+        """The number of a parameter's group, by the parameter's name, for those of which this rank has a fragment."""
+        names = {id(owned.value): owned.fragment.slot.name for owned in self.fragments}
+        with self.owned.over_fragments() as inner:
+            return {names[id(value)]: n for n, group in enumerate(inner.param_groups) for value in group["params"]}
+
+    @property
     def fragments(self) -> Sequence[OwnedFragment]:
         """All fragments of this rank, with those of unfrozen parameters that are in no group yet."""
         return self.runtime.sharded.fragments
