@@ -30,9 +30,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return {"bfloat16": torch.randn(16, generator=generator).bfloat16(), "int64": torch.tensor([seed])}
 
 
-def write(directory: Path, version: int, parent: int, content: bytes) -> Path:
+def write(directory: Path, version: int, parent: int, content: bytes, run: str = RUN) -> Path:
     kind = "delta" if parent else "anchor"
-    path = directory / str(Name(RUN, version, parent, kind, 0, 1))  # type: ignore[arg-type]
+    path = directory / str(Name(run, version, parent, kind, 0, 1))  # type: ignore[arg-type]
     path.write_bytes(content)
     return path
 
@@ -162,6 +162,27 @@ def test_a_version_that_leads_nowhere_is_left_by_an_anchor(store: Path) -> None:
     write(store, 4, 2, encode(4, PIECES, values(2), values(4)))
     assert subscriber.update() == 4
     assert_holds(subscriber, 4)
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_store_that_was_emptied_is_followed_again(
+    store: Path, reads_ahead: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store, 4, 0, encode(4, PIECES, None, values(4)), run="000002-00000000")
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update() == 4
+    write(store, 5, 4, encode(5, PIECES, values(4), values(5)), run="000002-00000000")
+    subscriber.fetch()
+    assert subscriber.update(4) is None  # while anything of its run is left, that is followed
+    for path in store.glob("000002-*"):
+        path.unlink()
+    for _ in range(2):
+        if reads_ahead:
+            subscriber.fetch()
+        assert subscriber.update(2, fetched=reads_ahead) in (2, None)
+        assert_holds(subscriber, 2)
+    assert subscriber.update() == 3
+    assert caplog.text.count("is left: following 000001") == 1
 
 
 def test_what_was_fetched_is_not_read_again(store: Path) -> None:

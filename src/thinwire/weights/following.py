@@ -65,6 +65,7 @@ class Subscriber:
         if self._kept is not None and (found := self._kept.load()) is not None:
             self.run, self.version, self.step, self._tensors = found
         self._asked: tuple[str, int] | None = None
+        self._past = self.run or "", self.version or 0  # only versions after it are taken
         self._taken = self.run, self.version  # the last version that was returned
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -78,7 +79,7 @@ class Subscriber:
         Raises:
             OSError: The store cannot be read.
         """
-        versions = complete(self._store.names())
+        versions = self._listed()
         with self._writing:  # while a version takes the place of another, none is held
             way = self._way(versions)
         for key in way:
@@ -97,7 +98,7 @@ class Subscriber:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
             OSError: The store cannot be read, or the directory cannot be written.
         """
-        found = complete(self._fetched.copy() if fetched else self._store.names())
+        found = complete(self._fetched.copy()) if fetched else self._listed()
         versions = {key: names for key, names in found.items() if upto is None or key[1] <= upto}
         problem: WireError | None = None
         while way := self._way(versions):
@@ -186,10 +187,25 @@ class Subscriber:
 
     # -- versions ----------------------------------------------------------------------------------------------
 
+    def _listed(self) -> dict[_Key, list[Name]]:
+        """The complete versions in the store. A run of which nothing is left there, and which none after it has
+        replaced, is followed no longer: the store was emptied, or is another one."""
+        names = self._store.names()
+        versions = complete(names)
+        newest = max((run for run, _, _, kind in versions if kind == "anchor"), default="")
+        with self._writing:
+            held = self._past[0]
+            if "" < newest < held and all(name.run != held for name in names):
+                log.warning(
+                    "%s: nothing of run %s, which was followed, is left: following %s", self._store.url, held, newest
+                )
+                self._past, self._fetched = ("", 0), {}
+        return versions
+
     def _way(self, versions: Collection[_Key]) -> list[_Key]:
         """The way to the newest version that can be reached: deltas from the version that is held, or from an anchor
         where those lead less far, as few as possible. Empty if there is nothing newer."""
-        newest = max({run for run, _, _, kind in versions if kind == "anchor"} | {self.run or ""})
+        newest = max({run for run, _, _, kind in versions if kind == "anchor"} | {self._past[0]})
         held = self.version if self.run == newest else None
         # By version, the best way to it: without an anchor if possible, then the shortest. Parents come first.
         ways: dict[int, list[_Key]] = {} if held is None else {held: []}
@@ -203,7 +219,7 @@ class Subscriber:
         return ways[max(ways)] if ways else []
 
     def _is_newer(self, name: Name) -> bool:
-        return self.run is None or self.version is None or (name.run, name.version) > (self.run, self.version)
+        return (name.run, name.version) > self._past
 
     @torch.no_grad()
     def _apply(self, key: _Key, names: Sequence[Name]) -> None:
@@ -230,6 +246,7 @@ class Subscriber:
                 piece.write(tensors[piece.name], values)
             self._tensors = tensors
             self.run, self.version, self.step = run, version, step
+            self._past = run, version
 
     def _read(self, name: Name) -> bytes:
         content = self._fetched.get(name)
