@@ -252,18 +252,57 @@ def test_a_store_is_read_over_http(store: Path) -> None:
         server.shutdown()
 
 
+def published(directory: Path, module: nn.Module) -> tw.Subscriber:
+    """A subscriber that holds the weights of a module."""
+    state = module.state_dict()
+    pieces = [Piece(name, tuple(value.shape), "float32", 0, value.numel()) for name, value in state.items()]
+    joined = torch.cat([value.reshape(-1) for value in state.values()])
+    write(directory, 1, 0, encode(1, pieces, None, {"float32": joined}))
+    subscriber = tw.Subscriber(str(directory))
+    subscriber.update()
+    return subscriber
+
+
 def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
     module = nn.Linear(3, 2)
-    pieces = [Piece(name, tuple(p.shape), "float32", 0, p.numel()) for name, p in module.named_parameters()]
-    joined = {"float32": torch.cat([p.detach().view(-1) for p in module.parameters()])}
-    write(tmp_path, 1, 0, encode(1, pieces, None, joined))
-    subscriber, twin = tw.Subscriber(str(tmp_path)), nn.Linear(3, 2).bfloat16()
-    subscriber.update()
+    subscriber, twin = published(tmp_path, module), nn.Linear(3, 2).bfloat16()
     subscriber.load_into(twin)
     assert torch.equal(twin.weight, module.weight.bfloat16())
     subscriber.load_into(torch.compile(twin, backend="eager"))
     with pytest.raises(UsageError, match="differ in"):
         subscriber.load_into(nn.Linear(3, 2, bias=False))
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    return module
+
+
+@pytest.mark.parametrize(
+    ("made", "module", "problem"),
+    [
+        (nn.Linear(4, 1), nn.Linear(4, 3), r"weight \(\[3, 4\] in the module, \[1, 4\] in the weights\)"),
+        (nn.PReLU(1), nn.PReLU(8), r"differ in weight \(\[8\] in the module"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tied(), r"differ in 1\.weight \(tied to 0\.weight"),
+        (nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), "meta device"),
+    ],
+    ids=["rows", "slopes", "tied", "meta"],
+)
+def test_a_module_of_another_architecture_stays_as_it_is(
+    tmp_path: Path, made: nn.Module, module: nn.Module, problem: str
+) -> None:
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(UsageError, match=problem):
+        published(tmp_path, made).load_into(module)
+    assert all(value.is_meta or value.equal(before[name]) for name, value in module.state_dict().items())
+
+
+def test_tensors_without_elements_need_not_be_published(tmp_path: Path) -> None:
+    made, module = nn.Linear(4, 4), nn.Linear(4, 4)
+    module.register_buffer("none", torch.zeros(0, 4))
+    published(tmp_path, made).load_into(module)
+    assert module.weight.equal(made.weight)
 
 
 def test_tied_weights_load_from_one_of_their_names(tmp_path: Path) -> None:

@@ -175,7 +175,8 @@ class Subscriber:
         """Copy the weights into a module of the same architecture, whatever its dtype and device.
 
         Raises:
-            UsageError: There is no version yet, or the module has other tensors.
+            UsageError: There is no version yet, or the module has other tensors, or is on the meta device. It stays as
+                it is.
         """
         self.load_by(lambda weights: _copy(dict(weights), module))
 
@@ -290,16 +291,32 @@ class Subscriber:
 
 @torch.no_grad()
 def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
-    own = dict(inner for name, tensor in module.state_dict().items() for inner in inner_tensors(stored(name), tensor))
-    # Tied tensors are published under one of their names.
-    places = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
-    differing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in places]
-    differing += weights.keys() - own.keys()
-    if differing:
-        some = ", ".join(sorted(differing)[:3])
-        raise UsageError(f"the module and the weights differ in {some}: take the same architecture")
+    state = module.state_dict().items()
+    own = dict(inner for name, tensor in state for inner in inner_tensors(stored(name), tensor) if inner[1].numel())
+    weights = {name: values for name, values in weights.items() if values.numel()}
+    if shells := [name for name, tensor in own.items() if tensor.is_meta]:
+        raise UsageError(f"{shells[0]} of the module is on the meta device, without values: call to_empty() first")
+    if differing := _differing(weights, own):
+        raise UsageError(f"the module and the weights differ in {', '.join(differing[:3])}: take the same architecture")
     for name, values in weights.items():
         own[name].copy_(values)
+
+
+def _differing(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that a module would not get from weights, or not whole, and why."""
+    differing = []
+    names: dict[tuple[int, torch.Size], str] = {}  # by place in memory
+    for name, values in weights.items():
+        if (tensor := own.get(name)) is None:
+            differing.append(name)
+            continue
+        first = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if tensor.shape != values.shape:
+            differing.append(f"{name} ({list(tensor.shape)} in the module, {list(values.shape)} in the weights)")
+        elif first != name and not _has_bits_of(values, weights[first]):
+            differing.append(f"{name} (tied to {first} in the module)")
+    # Tied tensors are published under one of their names.
+    return differing + [n for n, each in own.items() if n not in weights and (each.data_ptr(), each.shape) not in names]
 
 
 def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
@@ -309,6 +326,11 @@ def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
 def _place(piece: Piece) -> tuple[str, int, int]:
     """Tensor, slice of it, first element in that."""
     return piece.name, 0 if piece.cut is None else piece.cut.index, piece.offset
+
+
+def _has_bits_of(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, NaN being NaN."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _is_of(tensor: torch.Tensor, piece: Piece) -> bool:
