@@ -9,8 +9,10 @@ import random
 import shutil
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,9 +243,18 @@ def test_a_directory_that_is_not_there_yet_is_waited_for(tmp_path: Path, store: 
     assert subscriber.follow(10.0, interval=0.05) in (1, 2, 3)
 
 
-def test_a_store_is_read_over_http(store: Path) -> None:
-    pytest.importorskip("aiohttp")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(store))
+class Slow(http.server.SimpleHTTPRequestHandler):
+    """Takes its time over every answer."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        time.sleep(0.1)
+        super().copyfile(source, outputfile)
+
+
+def test_a_store_is_read_over_http_however_long_it_takes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("aiohttp.client")
+    monkeypatch.setattr(client, "DEFAULT_TIMEOUT", client.ClientTimeout(total=0.05))
+    handler = functools.partial(Slow, directory=str(store))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         subscriber = tw.Subscriber(f"http://127.0.0.1:{server.server_port}")

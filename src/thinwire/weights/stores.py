@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -16,6 +17,9 @@ from thinwire.collectives.gateway.keys import Keys
 from thinwire.collectives.gateway.process import tls_context
 from thinwire.errors import UsageError
 from thinwire.weights.parts import Name
+
+_SILENCE: Final = 60.0
+"""Seconds without a connection or a byte after which reading over HTTP fails."""
 
 
 class Store:
@@ -31,13 +35,15 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str], keys: str | os.PathLike[str] | None = None) -> None:
         self.url = os.fspath(url)
-        options = {}
+        options: dict[str, Any] = {}
         if keys is not None:
             if not self.url.startswith("https://"):
                 raise UsageError(f"keys = {os.fspath(keys)!r} are for servers: store = {self.url!r} is no https URL")
             read = Keys.read(os.fspath(keys))
             options["ssl"] = tls_context(ssl.PROTOCOL_TLS_CLIENT, str(read.certificate), str(read.key))
         try:
+            if self.url.startswith(("http://", "https://")):
+                options["client_kwargs"] = {"timeout": _patience()}
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except (ImportError, ValueError) as error:
             raise UsageError(f"store = {self.url!r}: {error}; give a directory, or a URL that fsspec knows") from error
@@ -98,3 +104,11 @@ class Store:
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
+
+
+def _patience() -> Any:
+    """A limit on silence, and none on the whole of a request, as a part may take long over a thin link."""
+    fsspec.get_filesystem_class("http")  # says what is to be installed
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
