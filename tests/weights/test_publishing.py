@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError, WireError
 from thinwire.testing import RankPool
+from thinwire.weights import publishing
 from thinwire.weights.publishing import Publisher
 from thinwire.weights.stores import Store
 
@@ -232,6 +234,49 @@ def test_a_slow_store_stops_no_step(ranks: RankPool, tmp_path: Path) -> None:
         assert longest < 0.8
         assert skipped >= 3
         assert problems == []
+
+
+def ended(store: str, fault: str) -> tuple[list[str], int]:
+    """What a publisher whose last version does not arrive says, and what it has left out."""
+    model, optim = made("zero1")
+    publisher, last = tw.publisher(model, store), torch.distributed.get_rank() == WORLD - 1
+    train(model, optim, 0)
+    publisher.step()
+    settled(publisher)
+    if fault == "second":
+        successor = tw.publisher(model, store)
+        successor.step()
+        successor.close()
+    release = threading.Event()
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    writes = {"full": full, "stuck": lambda *_: release.wait()}.get(fault) if last else None
+    with (
+        mock.patch.object(Store, "write", writes or Store.write),
+        mock.patch.multiple(publishing, _ROUND=0.1, _ROUNDS=2 if fault == "stuck" else 100),
+        mock.patch.object(publishing.log, "warning") as warning,
+    ):
+        train(model, optim, 1)
+        publisher.step()
+        publisher.close()
+        release.set()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list], publisher.skipped
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "skipped"),
+    [
+        ("second", ["another publisher"], 0),
+        ("full", ["version 2 was not published", "version 3 was not published"], 2),
+        ("stuck", ["version 2 was not published"], 1),
+    ],
+)
+def test_a_last_version_that_does_not_arrive_is_said(
+    ranks: RankPool, tmp_path: Path, fault: str, said: list[str], skipped: int
+) -> None:
+    for texts, left_out in ranks.run(ended, str(tmp_path / "store"), fault):
+        assert len(texts) == len(said)
+        assert all(text.startswith(begin) for text, begin in zip(texts, said, strict=True))
+        assert left_out == skipped
 
 
 @pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1)])
