@@ -161,6 +161,29 @@ def test_a_later_publisher_takes_over(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(resumed, str(tmp_path / "store"), str(tmp_path / "checkpoint")) == [[]] * WORLD
 
 
+def grown(store: str) -> tuple[list[int | None], list[str]]:
+    """Versions of a model that gets a buffer, which grows later: what a subscriber takes, and what differs at it."""
+    model, optim = made("zero1")
+    publisher, subscriber = tw.publisher(model, store, fold_every=2), tw.Subscriber(store)
+    versions, problems = [], []
+    for number in range(9):
+        train(model, optim, number)
+        if number in (2, 6):
+            model.register_buffer("seen", torch.full((number,), float(number)))
+        publisher.step()
+        settled(publisher)
+        versions.append(subscriber.update())
+        if versions[-1] is not None:
+            problems += differences(subscriber.state_dict(), expected(model))
+        torch.distributed.barrier()
+    return versions, problems
+
+
+def test_a_model_whose_tensors_change_goes_on_with_an_anchor(ranks: RankPool, tmp_path: Path) -> None:
+    outcome: tuple[list[int | None], list[str]] = [1, 2, None, 4, 5, 6, None, 8, 9], []
+    assert ranks.run(grown, str(tmp_path / "store")) == [outcome] * WORLD
+
+
 def disturbed(store: str, seed: int) -> tuple[list[str], int, int]:
     """Stores that fail on any rank now and then, are slow, and lose versions: what a subscriber gets wrong."""
     model, optim = made("zero3")

@@ -29,7 +29,7 @@ log = logging.getLogger("thinwire")
 _RUN: Final[Typed[str]] = Typed(str)
 
 _State = tuple[str, str, bool]
-"""State of a rank's last version, the run of a publisher that has taken over, whether a receiver wants an anchor."""
+"""State of a rank's last version, the run of a publisher that has taken over, whether receivers need an anchor."""
 
 _STATES: Final[Typed[_State]] = Typed(_State)
 
@@ -127,7 +127,7 @@ class Publisher:
         self._mine: list[Name] = []  # parts of this rank in the store
         self._thread: threading.Thread | None = None
         self._newer = ""  # the run of another publisher that has taken over
-        self._wanted = self._anchor_wanted = False  # whether a receiver has asked for an anchor: this rank, any rank
+        self._wanted = self._anchor_wanted = False  # whether receivers need an anchor: says this rank, says any
         self._left_out = False  # whether a version is missing that was due last
         self._ended = self._is_alone = False
         self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
@@ -229,11 +229,16 @@ class Publisher:
                 self._newer = max((name.run for name in self._store.names() if name.run > self._run), default="")
                 if self._newer:
                     return
-                self._wanted = self._store.remove(wanted(self._run)) and not begun.is_anchor
-            if base is not None:
+                self._wanted |= self._store.remove(wanted(self._run))
+            if base is not None and base.pieces == begun.pieces:
                 self._put(begun, base)
+            elif not begun.is_anchor:
+                self._wanted = True
+                self.error = "tensors were added, or changed their shape or dtype: the next version is an anchor"
+                return
             if begun.is_anchor:
                 self._put(begun, None)
+                self._wanted = False
         except Exception as error:  # whatever it is, training goes on
             self.error = f"{type(error).__name__}: {error}"
             return
