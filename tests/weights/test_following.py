@@ -333,6 +333,8 @@ def test_messages_that_lie_about_their_length_are_refused() -> None:
         take("float32", memoryview(b"1234"), 3, None)
     with pytest.raises(WireError, match="are not 3000000000 values"):
         take("bfloat16", memoryview(b"1234"), 3_000_000_000, None)
+    with pytest.raises(WireError, match="other than 0 and 1"):
+        take("bool", memoryview(b"\0\1\7"), 3, None)
     step, pieces, messages = decode(encode(9, PIECES, None, values(1)))
     assert (step, pieces) == (9, PIECES)
     assert set(messages) == {"bfloat16", "int64"}
@@ -346,8 +348,9 @@ def test_a_store_of_no_known_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece("a", (4,), "nn", 0, 4),
         Piece("a", (4,), "float32", -2, 4),
+        Piece("a", (0, 1 << 40, 1 << 40), "float32", 0, 0),
+        Piece("a", (0, 1 << 80), "float32", 0, 0),
         Piece("a", (4,), "float32", 2, 4),
         Piece("a", (-4,), "float32", 0, 0),
         Piece("a", (4,), "float32", 0, 4, Slice(0, 2, 0)),
@@ -358,7 +361,13 @@ def test_a_store_of_no_known_kind_is_refused() -> None:
 )
 def test_pieces_of_no_tensor_are_refused(piece: Piece) -> None:
     with pytest.raises(WireError, match="not those that its head names"):
-        decode(encode(1, [piece], None, {"float32": torch.zeros(4), "nn": torch.zeros(0)}))
+        decode(encode(1, [piece], None, {"float32": torch.zeros(4)}))
+
+
+@pytest.mark.parametrize("dtype", ["nn", "save", "nonsense", "quint8", "uint4"])
+def test_dtypes_of_no_tensor_are_refused(dtype: str) -> None:
+    with pytest.raises(WireError, match=f"of dtype '{dtype}'"):
+        decode(encode(1, [], None, {dtype: torch.zeros(0)}))
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 60,)])
