@@ -36,13 +36,15 @@ def ranks() -> Iterator[RankPool]:
 
 
 class Net(nn.Module):
-    """Trained, frozen and shared tensors, and buffers of two dtypes."""
+    """Trained, frozen, shared and empty tensors, and buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = Stack()
         self.norm = nn.BatchNorm1d(8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.still = nn.Parameter(torch.zeros(2, 0), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.stack(self.frozen(self.norm(x)))
