@@ -55,6 +55,9 @@ _DTYPES: Final = {
 
 _NAME: Final = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{9})\.(\d{9})\.(delta|anchor)\.(\d{5})-(\d{5})\.weights")
 
+_FILE: Final = re.compile(rf"(?:{_NAME.pattern}|\d{{6}}-[0-9a-f]{{8}}\.wanted)(?:\w{{8}})?")
+"""A part, or a request for an anchor, or a draft of one, whose name has eight characters more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -153,6 +156,12 @@ def new_run(names: Iterable[Name]) -> str:
     the other by chance."""
     number = 1 + max((int(name.run.partition("-")[0]) for name in names), default=0)
     return f"{number:06}-{secrets.token_hex(4)}"
+
+
+def run_of(text: str) -> str:
+    """The run that a file of this name belongs to, be it a part, a request or a draft; empty if none."""
+    match = _FILE.fullmatch(text)
+    return "" if match is None else text.partition(".")[0]
 
 
 def wanted(run: str) -> str:

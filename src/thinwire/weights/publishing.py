@@ -260,11 +260,9 @@ class Publisher:
         self.nbytes += len(content)
 
     def _remove_old(self) -> None:
-        """Remove this rank's parts of what nobody begins from any more, and all parts of publishers before this one."""
+        """Remove this rank's parts of what nobody begins from any more, and all files of publishers before this one."""
         if self._ranks.rank == 0 and self._anchors and not self._is_alone:
-            for name in self._store.names():
-                if name.run < self._run:
-                    self._store.remove(str(name))
+            self._store.remove_before(self._run)
             self._is_alone = True
         while len(self._anchors) > 1 and self._mine[0].version < self._anchors[-2]:
             self._store.remove(str(self._mine[0]))

@@ -16,7 +16,7 @@ from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.collectives.gateway.process import tls_context
 from thinwire.errors import UsageError
-from thinwire.weights.parts import Name
+from thinwire.weights.parts import Name, run_of
 
 _SILENCE: Final = 60.0
 """Seconds without a connection or a byte after which reading over HTTP fails."""
@@ -52,14 +52,16 @@ class Store:
 
     def names(self) -> list[Name]:
         """Names of all parts; none if the store is not there yet. Other files do not count."""
+        return sorted(name for text in self._texts() if (name := Name.read(text)) is not None)
+
+    def _texts(self) -> list[str]:
         self._files.invalidate_cache(self._root)
         try:
             with self._answering():
                 found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        texts = (str(path).rstrip("/").rpartition("/")[2] for path in found)
-        return sorted(name for text in texts if (name := Name.read(text)) is not None)
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def read(self, name: str) -> bytes:
         """The content of a file.
@@ -94,6 +96,16 @@ class Store:
             return False
         self._files.rm_file(path)
         return True
+
+    def remove_before(self, run: str) -> None:
+        """Remove the files of earlier runs, and drafts of them, which writers that were killed have left.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+        for text in self._texts():
+            if "" < run_of(text) < run:
+                self.remove(text)
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
