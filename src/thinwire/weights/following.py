@@ -62,8 +62,14 @@ class Subscriber:
         self._fetched: dict[Name, bytes] = {}
         self._writing = threading.Lock()  # who holds it may read the weights, or put a version in their place
         self._kept = None if directory is None else KeptVersion(Path(directory))
-        if self._kept is not None and (found := self._kept.load()) is not None:
-            self.run, self.version, self.step, self._tensors = found
+        if self._kept is not None:
+            try:
+                found = self._kept.load()
+            except BaseException:
+                self.close()
+                raise
+            if found is not None:
+                self.run, self.version, self.step, self._tensors = found
         self._asked: tuple[str, int] | None = None
         self._past = self.run or "", self.version or 0  # only versions after it are taken
         self._taken = self.run, self.version  # the last version that was returned
