@@ -186,6 +186,27 @@ def test_a_model_whose_tensors_change_goes_on_with_an_anchor(ranks: RankPool, tm
     assert ranks.run(grown, str(tmp_path / "store")) == [outcome] * WORLD
 
 
+def seldom(store: str) -> tuple[list[int | None], list[str]]:
+    """Versions of every third of five steps: what a subscriber takes, and what differs at it in the end."""
+    model, optim = made("zero1")
+    publisher, subscriber = tw.publisher(model, store, every=3), tw.Subscriber(store)
+    versions = []
+    for number in range(5):
+        train(model, optim, number)
+        publisher.step()
+        settled(publisher)
+        versions.append(subscriber.update())
+        torch.distributed.barrier()
+    publisher.close()
+    torch.distributed.barrier()
+    return [*versions, subscriber.update()], differences(subscriber.state_dict(), expected(model))
+
+
+def test_who_publishes_seldom_ends_with_the_last_weights(ranks: RankPool, tmp_path: Path) -> None:
+    outcome: tuple[list[int | None], list[str]] = [None, None, 1, None, None, 2], []
+    assert ranks.run(seldom, str(tmp_path / "store")) == [outcome] * WORLD
+
+
 def disturbed(store: str, seed: int) -> tuple[list[str], int, int]:
     """Stores that fail on any rank now and then, are slow, and lose versions: what a subscriber gets wrong."""
     model, optim = made("zero3")

@@ -128,19 +128,20 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._newer = ""  # the run of another publisher that has taken over
         self._wanted = self._anchor_wanted = False  # whether receivers need an anchor: says this rank, says any
-        self._left_out = False  # whether a version is missing that was due last
+        self._left_out = False  # whether the weights of the last step are in no version
         self._ended = self._is_alone = False
         self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
+        self._left_out = True
         if self._steps % self._every == 0 and not self._ended:
             self._publish()
 
     def close(self) -> None:
-        """Wait until the last version is written, for ten minutes at most. Collective: what was left out or could not
-        be written is tried once more, so that receivers end with the last weights."""
+        """Wait until the last version is written, for ten minutes at most. Collective: if it is not that of the last
+        step, or could not be written, one more is published, so that receivers end with the last weights."""
         if not self._ended and self._finish() and self._left_out:
             self._begin()
             self._finish()
@@ -168,7 +169,6 @@ class Publisher:
     def _settle(self, states: Sequence[_State]) -> bool:
         """Take up what became of the version that was begun; returns whether the next one can begin."""
         if _are_busy(states):
-            self._left_out = True
             self.skipped += 1
             return False
         if newer := max(run for _, run, _ in states):
