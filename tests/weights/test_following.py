@@ -206,6 +206,20 @@ def test_what_was_fetched_is_not_read_again(store: Path) -> None:
     assert_holds(subscriber, 4)
 
 
+def test_what_was_fetched_is_kept_as_long_as_the_store_keeps_it(store: Path) -> None:
+    subscriber = tw.Subscriber(str(store))
+    for version in (3, 6, 9):
+        subscriber.fetch()
+        assert max(name.version for name in subscriber._fetched) == version
+        for path in store.glob("*.weights"):
+            path.unlink()
+        write(store, version + 3, 0, encode(version + 3, PIECES, None, values(version + 3)))
+    assert len(subscriber._fetched) == 1
+    subscriber.fetch()
+    assert subscriber.update(fetched=True) == 12
+    assert_holds(subscriber, 12)
+
+
 def test_an_interrupted_copy_leaves_no_version(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subscriber = tw.Subscriber(str(store))
     assert subscriber.update(upto=1) == 1

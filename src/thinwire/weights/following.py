@@ -88,6 +88,9 @@ class Subscriber:
         versions = self._listed()
         with self._writing:  # while a version takes the place of another, none is held
             way = self._way(versions)
+        listed = set(itertools.chain.from_iterable(versions.values()))
+        # What the store has no longer leads nowhere: without an update, it would pile up here.
+        self._fetched = {name: content for name, content in self._fetched.copy().items() if name in listed}
         for key in way:
             for name in versions[key]:
                 if name not in self._fetched:
