@@ -39,7 +39,8 @@ def snapshot(runtimes: Iterable[Runtime], prefix: str) -> tuple[list[Piece], Val
                 Piece(stored(name).removeprefix(prefix), whole, dtype, offset, value.numel(), cut)
             )
             values.setdefault(dtype, []).append(value.detach().reshape(-1))
-    joined = {dtype: torch.cat(tensors).cpu() for dtype, tensors in values.items()}
+    # Shards may be on the host while buffers are on the device.
+    joined = {dtype: torch.cat([each.to(run[0].device) for each in run]).cpu() for dtype, run in values.items()}
     return [piece for of_dtype in pieces.values() for piece in of_dtype], joined
 
 
