@@ -125,3 +125,20 @@ def check_frozen_on_the_device(directory: str, device: str) -> None:
 
 def test_frozen_parameters_on_the_device(tmp_path: Path) -> None:
     run_ranks(1, check_frozen_on_the_device, str(tmp_path), "cuda")
+
+
+def check_published_from_two_devices(store: str, device: str) -> None:
+    """Parameters of a dtype are on the host, buffers of it on the device."""
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)).to(device)
+    residence = {"optimizer": "host-update", "params": "host"}
+    model = tw.shard(layers, Plan.preset("zero1", nodes=1, local=1, compute_dtype="float32", residence=residence))
+    publisher, subscriber = tw.publisher(model, store), tw.Subscriber(store)
+    publisher.step()
+    publisher.close()
+    assert subscriber.update() == 1
+    with tw.full_parameters(model):
+        assert all(value.cpu().equal(subscriber.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_are_published_from_two_devices(tmp_path: Path) -> None:
+    run_ranks(1, check_published_from_two_devices, str(tmp_path), "cuda")

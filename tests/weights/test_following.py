@@ -9,8 +9,10 @@ import random
 import shutil
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +32,9 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return {"bfloat16": torch.randn(16, generator=generator).bfloat16(), "int64": torch.tensor([seed])}
 
 
-def write(directory: Path, version: int, parent: int, content: bytes) -> Path:
+def write(directory: Path, version: int, parent: int, content: bytes, run: str = RUN) -> Path:
     kind = "delta" if parent else "anchor"
-    path = directory / str(Name(RUN, version, parent, kind, 0, 1))  # type: ignore[arg-type]
+    path = directory / str(Name(run, version, parent, kind, 0, 1))  # type: ignore[arg-type]
     path.write_bytes(content)
     return path
 
@@ -164,6 +166,27 @@ def test_a_version_that_leads_nowhere_is_left_by_an_anchor(store: Path) -> None:
     assert_holds(subscriber, 4)
 
 
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_store_that_was_emptied_is_followed_again(
+    store: Path, reads_ahead: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store, 4, 0, encode(4, PIECES, None, values(4)), run="000002-00000000")
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update() == 4
+    write(store, 5, 4, encode(5, PIECES, values(4), values(5)), run="000002-00000000")
+    subscriber.fetch()
+    assert subscriber.update(4) is None  # while anything of its run is left, that is followed
+    for path in store.glob("000002-*"):
+        path.unlink()
+    for _ in range(2):
+        if reads_ahead:
+            subscriber.fetch()
+        assert subscriber.update(2, fetched=reads_ahead) in (2, None)
+        assert_holds(subscriber, 2)
+    assert subscriber.update() == 3
+    assert caplog.text.count("is left: following 000001") == 1
+
+
 def test_what_was_fetched_is_not_read_again(store: Path) -> None:
     subscriber = tw.Subscriber(str(store))
     subscriber.fetch()
@@ -181,6 +204,20 @@ def test_what_was_fetched_is_not_read_again(store: Path) -> None:
     assert [name.version for name in subscriber._fetched] == [4]
     assert subscriber.update(fetched=True) == 4
     assert_holds(subscriber, 4)
+
+
+def test_what_was_fetched_is_kept_as_long_as_the_store_keeps_it(store: Path) -> None:
+    subscriber = tw.Subscriber(str(store))
+    for version in (3, 6, 9):
+        subscriber.fetch()
+        assert max(name.version for name in subscriber._fetched) == version
+        for path in store.glob("*.weights"):
+            path.unlink()
+        write(store, version + 3, 0, encode(version + 3, PIECES, None, values(version + 3)))
+    assert len(subscriber._fetched) == 1
+    subscriber.fetch()
+    assert subscriber.update(fetched=True) == 12
+    assert_holds(subscriber, 12)
 
 
 def test_an_interrupted_copy_leaves_no_version(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +257,18 @@ def test_a_directory_that_is_not_there_yet_is_waited_for(tmp_path: Path, store: 
     assert subscriber.follow(10.0, interval=0.05) in (1, 2, 3)
 
 
-def test_a_store_is_read_over_http(store: Path) -> None:
-    pytest.importorskip("aiohttp")
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(store))
+class Slow(http.server.SimpleHTTPRequestHandler):
+    """Takes its time over every answer."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        time.sleep(0.1)
+        super().copyfile(source, outputfile)
+
+
+def test_a_store_is_read_over_http_however_long_it_takes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("aiohttp.client")
+    monkeypatch.setattr(client, "DEFAULT_TIMEOUT", client.ClientTimeout(total=0.05))
+    handler = functools.partial(Slow, directory=str(store))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         subscriber = tw.Subscriber(f"http://127.0.0.1:{server.server_port}")
@@ -231,18 +277,57 @@ def test_a_store_is_read_over_http(store: Path) -> None:
         server.shutdown()
 
 
+def published(directory: Path, module: nn.Module) -> tw.Subscriber:
+    """A subscriber that holds the weights of a module."""
+    state = module.state_dict()
+    pieces = [Piece(name, tuple(value.shape), "float32", 0, value.numel()) for name, value in state.items()]
+    joined = torch.cat([value.reshape(-1) for value in state.values()])
+    write(directory, 1, 0, encode(1, pieces, None, {"float32": joined}))
+    subscriber = tw.Subscriber(str(directory))
+    subscriber.update()
+    return subscriber
+
+
 def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
     module = nn.Linear(3, 2)
-    pieces = [Piece(name, tuple(p.shape), "float32", 0, p.numel()) for name, p in module.named_parameters()]
-    joined = {"float32": torch.cat([p.detach().view(-1) for p in module.parameters()])}
-    write(tmp_path, 1, 0, encode(1, pieces, None, joined))
-    subscriber, twin = tw.Subscriber(str(tmp_path)), nn.Linear(3, 2).bfloat16()
-    subscriber.update()
+    subscriber, twin = published(tmp_path, module), nn.Linear(3, 2).bfloat16()
     subscriber.load_into(twin)
     assert torch.equal(twin.weight, module.weight.bfloat16())
     subscriber.load_into(torch.compile(twin, backend="eager"))
     with pytest.raises(UsageError, match="differ in"):
         subscriber.load_into(nn.Linear(3, 2, bias=False))
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    return module
+
+
+@pytest.mark.parametrize(
+    ("made", "module", "problem"),
+    [
+        (nn.Linear(4, 1), nn.Linear(4, 3), r"weight \(\[3, 4\] in the module, \[1, 4\] in the weights\)"),
+        (nn.PReLU(1), nn.PReLU(8), r"differ in weight \(\[8\] in the module"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tied(), r"differ in 1\.weight \(tied to 0\.weight"),
+        (nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), "meta device"),
+    ],
+    ids=["rows", "slopes", "tied", "meta"],
+)
+def test_a_module_of_another_architecture_stays_as_it_is(
+    tmp_path: Path, made: nn.Module, module: nn.Module, problem: str
+) -> None:
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(UsageError, match=problem):
+        published(tmp_path, made).load_into(module)
+    assert all(value.is_meta or value.equal(before[name]) for name, value in module.state_dict().items())
+
+
+def test_tensors_without_elements_need_not_be_published(tmp_path: Path) -> None:
+    made, module = nn.Linear(4, 4), nn.Linear(4, 4)
+    module.register_buffer("none", torch.zeros(0, 4))
+    published(tmp_path, made).load_into(module)
+    assert module.weight.equal(made.weight)
 
 
 def test_tied_weights_load_from_one_of_their_names(tmp_path: Path) -> None:
@@ -262,6 +347,8 @@ def test_messages_that_lie_about_their_length_are_refused() -> None:
         take("float32", memoryview(b"1234"), 3, None)
     with pytest.raises(WireError, match="are not 3000000000 values"):
         take("bfloat16", memoryview(b"1234"), 3_000_000_000, None)
+    with pytest.raises(WireError, match="other than 0 and 1"):
+        take("bool", memoryview(b"\0\1\7"), 3, None)
     step, pieces, messages = decode(encode(9, PIECES, None, values(1)))
     assert (step, pieces) == (9, PIECES)
     assert set(messages) == {"bfloat16", "int64"}
@@ -275,8 +362,9 @@ def test_a_store_of_no_known_kind_is_refused() -> None:
 @pytest.mark.parametrize(
     "piece",
     [
-        Piece("a", (4,), "nn", 0, 4),
         Piece("a", (4,), "float32", -2, 4),
+        Piece("a", (0, 1 << 40, 1 << 40), "float32", 0, 0),
+        Piece("a", (0, 1 << 80), "float32", 0, 0),
         Piece("a", (4,), "float32", 2, 4),
         Piece("a", (-4,), "float32", 0, 0),
         Piece("a", (4,), "float32", 0, 4, Slice(0, 2, 0)),
@@ -287,7 +375,13 @@ def test_a_store_of_no_known_kind_is_refused() -> None:
 )
 def test_pieces_of_no_tensor_are_refused(piece: Piece) -> None:
     with pytest.raises(WireError, match="not those that its head names"):
-        decode(encode(1, [piece], None, {"float32": torch.zeros(4), "nn": torch.zeros(0)}))
+        decode(encode(1, [piece], None, {"float32": torch.zeros(4)}))
+
+
+@pytest.mark.parametrize("dtype", ["nn", "save", "nonsense", "quint8", "uint4"])
+def test_dtypes_of_no_tensor_are_refused(dtype: str) -> None:
+    with pytest.raises(WireError, match=f"of dtype '{dtype}'"):
+        decode(encode(1, [], None, {dtype: torch.zeros(0)}))
 
 
 @pytest.mark.parametrize("shape", [(5,), (1 << 60,)])

@@ -82,6 +82,14 @@ def test_other_files_are_replaced_and_several_refused(tmp_path: Path) -> None:
         tw.Subscriber(str(store), directory)
 
 
+def test_a_file_that_cannot_be_read_leaves_the_directory_free(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match="device"):
+        tw.Subscriber(str(tmp_path / "store"), tmp_path)
+    (tmp_path / "model.safetensors").rmdir()
+    assert tw.Subscriber(str(tmp_path / "store"), tmp_path).version is None
+
+
 def test_a_full_disk_leaves_the_file_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, directory = tmp_path / "store", tmp_path / "model"
     publish(store, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError, WireError
 from thinwire.testing import RankPool
+from thinwire.weights import publishing
 from thinwire.weights.publishing import Publisher
 from thinwire.weights.stores import Store
 
@@ -34,13 +36,15 @@ def ranks() -> Iterator[RankPool]:
 
 
 class Net(nn.Module):
-    """Trained, frozen and shared tensors, and buffers of two dtypes."""
+    """Trained, frozen, shared and empty tensors, and buffers of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = Stack()
         self.norm = nn.BatchNorm1d(8)
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.still = nn.Parameter(torch.zeros(2, 0), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.stack(self.frozen(self.norm(x)))
@@ -159,6 +163,50 @@ def test_a_later_publisher_takes_over(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks.run(resumed, str(tmp_path / "store"), str(tmp_path / "checkpoint")) == [[]] * WORLD
 
 
+def grown(store: str) -> tuple[list[int | None], list[str]]:
+    """Versions of a model that gets a buffer, which grows later: what a subscriber takes, and what differs at it."""
+    model, optim = made("zero1")
+    publisher, subscriber = tw.publisher(model, store, fold_every=2), tw.Subscriber(store)
+    versions, problems = [], []
+    for number in range(9):
+        train(model, optim, number)
+        if number in (2, 6):
+            model.register_buffer("seen", torch.full((number,), float(number)))
+        publisher.step()
+        settled(publisher)
+        versions.append(subscriber.update())
+        if versions[-1] is not None:
+            problems += differences(subscriber.state_dict(), expected(model))
+        torch.distributed.barrier()
+    return versions, problems
+
+
+def test_a_model_whose_tensors_change_goes_on_with_an_anchor(ranks: RankPool, tmp_path: Path) -> None:
+    outcome: tuple[list[int | None], list[str]] = [1, 2, None, 4, 5, 6, None, 8, 9], []
+    assert ranks.run(grown, str(tmp_path / "store")) == [outcome] * WORLD
+
+
+def seldom(store: str) -> tuple[list[int | None], list[str]]:
+    """Versions of every third of five steps: what a subscriber takes, and what differs at it in the end."""
+    model, optim = made("zero1")
+    publisher, subscriber = tw.publisher(model, store, every=3), tw.Subscriber(store)
+    versions = []
+    for number in range(5):
+        train(model, optim, number)
+        publisher.step()
+        settled(publisher)
+        versions.append(subscriber.update())
+        torch.distributed.barrier()
+    publisher.close()
+    torch.distributed.barrier()
+    return [*versions, subscriber.update()], differences(subscriber.state_dict(), expected(model))
+
+
+def test_who_publishes_seldom_ends_with_the_last_weights(ranks: RankPool, tmp_path: Path) -> None:
+    outcome: tuple[list[int | None], list[str]] = [None, None, 1, None, None, 2], []
+    assert ranks.run(seldom, str(tmp_path / "store")) == [outcome] * WORLD
+
+
 def disturbed(store: str, seed: int) -> tuple[list[str], int, int]:
     """Stores that fail on any rank now and then, are slow, and lose versions: what a subscriber gets wrong."""
     model, optim = made("zero3")
@@ -232,6 +280,49 @@ def test_a_slow_store_stops_no_step(ranks: RankPool, tmp_path: Path) -> None:
         assert longest < 0.8
         assert skipped >= 3
         assert problems == []
+
+
+def ended(store: str, fault: str) -> tuple[list[str], int]:
+    """What a publisher whose last version does not arrive says, and what it has left out."""
+    model, optim = made("zero1")
+    publisher, last = tw.publisher(model, store), torch.distributed.get_rank() == WORLD - 1
+    train(model, optim, 0)
+    publisher.step()
+    settled(publisher)
+    if fault == "second":
+        successor = tw.publisher(model, store)
+        successor.step()
+        successor.close()
+    release = threading.Event()
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    writes = {"full": full, "stuck": lambda *_: release.wait()}.get(fault) if last else None
+    with (
+        mock.patch.object(Store, "write", writes or Store.write),
+        mock.patch.multiple(publishing, _ROUND=0.1, _ROUNDS=2 if fault == "stuck" else 100),
+        mock.patch.object(publishing.log, "warning") as warning,
+    ):
+        train(model, optim, 1)
+        publisher.step()
+        publisher.close()
+        release.set()
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list], publisher.skipped
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "skipped"),
+    [
+        ("second", ["another publisher"], 0),
+        ("full", ["version 2 was not published", "version 3 was not published"], 2),
+        ("stuck", ["version 2 was not published"], 1),
+    ],
+)
+def test_a_last_version_that_does_not_arrive_is_said(
+    ranks: RankPool, tmp_path: Path, fault: str, said: list[str], skipped: int
+) -> None:
+    for texts, left_out in ranks.run(ended, str(tmp_path / "store"), fault):
+        assert len(texts) == len(said)
+        assert all(text.startswith(begin) for text, begin in zip(texts, said, strict=True))
+        assert left_out == skipped
 
 
 @pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1)])

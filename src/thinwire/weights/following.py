@@ -62,9 +62,16 @@ class Subscriber:
         self._fetched: dict[Name, bytes] = {}
         self._writing = threading.Lock()  # who holds it may read the weights, or put a version in their place
         self._kept = None if directory is None else KeptVersion(Path(directory))
-        if self._kept is not None and (found := self._kept.load()) is not None:
-            self.run, self.version, self.step, self._tensors = found
+        if self._kept is not None:
+            try:
+                found = self._kept.load()
+            except BaseException:
+                self.close()
+                raise
+            if found is not None:
+                self.run, self.version, self.step, self._tensors = found
         self._asked: tuple[str, int] | None = None
+        self._past = self.run or "", self.version or 0  # only versions after it are taken
         self._taken = self.run, self.version  # the last version that was returned
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -78,9 +85,12 @@ class Subscriber:
         Raises:
             OSError: The store cannot be read.
         """
-        versions = complete(self._store.names())
+        versions = self._listed()
         with self._writing:  # while a version takes the place of another, none is held
             way = self._way(versions)
+        listed = set(itertools.chain.from_iterable(versions.values()))
+        # What the store has no longer leads nowhere: without an update, it would pile up here.
+        self._fetched = {name: content for name, content in self._fetched.copy().items() if name in listed}
         for key in way:
             for name in versions[key]:
                 if name not in self._fetched:
@@ -97,7 +107,7 @@ class Subscriber:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
             OSError: The store cannot be read, or the directory cannot be written.
         """
-        found = complete(self._fetched.copy() if fetched else self._store.names())
+        found = complete(self._fetched.copy()) if fetched else self._listed()
         versions = {key: names for key, names in found.items() if upto is None or key[1] <= upto}
         problem: WireError | None = None
         while way := self._way(versions):
@@ -174,7 +184,8 @@ class Subscriber:
         """Copy the weights into a module of the same architecture, whatever its dtype and device.
 
         Raises:
-            UsageError: There is no version yet, or the module has other tensors.
+            UsageError: There is no version yet, or the module has other tensors, or is on the meta device. It stays as
+                it is.
         """
         self.load_by(lambda weights: _copy(dict(weights), module))
 
@@ -186,10 +197,25 @@ class Subscriber:
 
     # -- versions ----------------------------------------------------------------------------------------------
 
+    def _listed(self) -> dict[_Key, list[Name]]:
+        """The complete versions in the store. A run of which nothing is left there, and which none after it has
+        replaced, is followed no longer: the store was emptied, or is another one."""
+        names = self._store.names()
+        versions = complete(names)
+        newest = max((run for run, _, _, kind in versions if kind == "anchor"), default="")
+        with self._writing:
+            held = self._past[0]
+            if "" < newest < held and all(name.run != held for name in names):
+                log.warning(
+                    "%s: nothing of run %s, which was followed, is left: following %s", self._store.url, held, newest
+                )
+                self._past, self._fetched = ("", 0), {}
+        return versions
+
     def _way(self, versions: Collection[_Key]) -> list[_Key]:
         """The way to the newest version that can be reached: deltas from the version that is held, or from an anchor
         where those lead less far, as few as possible. Empty if there is nothing newer."""
-        newest = max({run for run, _, _, kind in versions if kind == "anchor"} | {self.run or ""})
+        newest = max({run for run, _, _, kind in versions if kind == "anchor"} | {self._past[0]})
         held = self.version if self.run == newest else None
         # By version, the best way to it: without an anchor if possible, then the shortest. Parents come first.
         ways: dict[int, list[_Key]] = {} if held is None else {held: []}
@@ -203,7 +229,7 @@ class Subscriber:
         return ways[max(ways)] if ways else []
 
     def _is_newer(self, name: Name) -> bool:
-        return self.run is None or self.version is None or (name.run, name.version) > (self.run, self.version)
+        return (name.run, name.version) > self._past
 
     @torch.no_grad()
     def _apply(self, key: _Key, names: Sequence[Name]) -> None:
@@ -230,6 +256,7 @@ class Subscriber:
                 piece.write(tensors[piece.name], values)
             self._tensors = tensors
             self.run, self.version, self.step = run, version, step
+            self._past = run, version
 
     def _read(self, name: Name) -> bytes:
         content = self._fetched.get(name)
@@ -273,16 +300,32 @@ class Subscriber:
 
 @torch.no_grad()
 def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
-    own = dict(inner for name, tensor in module.state_dict().items() for inner in inner_tensors(stored(name), tensor))
-    # Tied tensors are published under one of their names.
-    places = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
-    differing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in places]
-    differing += weights.keys() - own.keys()
-    if differing:
-        some = ", ".join(sorted(differing)[:3])
-        raise UsageError(f"the module and the weights differ in {some}: take the same architecture")
+    state = module.state_dict().items()
+    own = dict(inner for name, tensor in state for inner in inner_tensors(stored(name), tensor) if inner[1].numel())
+    weights = {name: values for name, values in weights.items() if values.numel()}
+    if shells := [name for name, tensor in own.items() if tensor.is_meta]:
+        raise UsageError(f"{shells[0]} of the module is on the meta device, without values: call to_empty() first")
+    if differing := _differing(weights, own):
+        raise UsageError(f"the module and the weights differ in {', '.join(differing[:3])}: take the same architecture")
     for name, values in weights.items():
         own[name].copy_(values)
+
+
+def _differing(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that a module would not get from weights, or not whole, and why."""
+    differing = []
+    names: dict[tuple[int, torch.Size], str] = {}  # by place in memory
+    for name, values in weights.items():
+        if (tensor := own.get(name)) is None:
+            differing.append(name)
+            continue
+        first = names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if tensor.shape != values.shape:
+            differing.append(f"{name} ({list(tensor.shape)} in the module, {list(values.shape)} in the weights)")
+        elif first != name and not _has_bits_of(values, weights[first]):
+            differing.append(f"{name} (tied to {first} in the module)")
+    # Tied tensors are published under one of their names.
+    return differing + [n for n, each in own.items() if n not in weights and (each.data_ptr(), each.shape) not in names]
 
 
 def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
@@ -292,6 +335,11 @@ def _cost(way: Sequence[_Key]) -> tuple[bool, int]:
 def _place(piece: Piece) -> tuple[str, int, int]:
     """Tensor, slice of it, first element in that."""
     return piece.name, 0 if piece.cut is None else piece.cut.index, piece.offset
+
+
+def _has_bits_of(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, NaN being NaN."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _is_of(tensor: torch.Tensor, piece: Piece) -> bool:

@@ -39,7 +39,8 @@ def snapshot(runtimes: Iterable[Runtime], prefix: str) -> tuple[list[Piece], Val
                 Piece(stored(name).removeprefix(prefix), whole, dtype, offset, value.numel(), cut)
             )
             values.setdefault(dtype, []).append(value.detach().reshape(-1))
-    joined = {dtype: torch.cat(tensors).cpu() for dtype, tensors in values.items()}
+    # Shards may be on the host while buffers are on the device.
+    joined = {dtype: torch.cat([each.to(run[0].device) for each in run]).cpu() for dtype, run in values.items()}
     return [piece for of_dtype in pieces.values() for piece in of_dtype], joined
 
 
@@ -60,5 +61,9 @@ def _owned(runtime: Runtime) -> Iterator[_Part]:
         for buffer, slot, offset, run in frozen(sharded):
             yield slot.name, slot.shape, offset, buffer.values(run)
     if sharded.rank == 0:
+        for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
+            for slot in buffer.layout.slots:
+                if not slot.numel:  # no rank owns what has no elements
+                    yield slot.name, slot.shape, 0, buffer.full.new_empty(0)
         for name, tensor in persistent_buffers(sharded.model):
             yield name, tensor.shape, 0, tensor

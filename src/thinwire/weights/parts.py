@@ -42,7 +42,21 @@ _MAGIC: Final = b"TWW1"
 _FRONT: Final = "<4sIQ"
 """Magic, checksum of everything after the front, bytes of the head."""
 
+_DTYPES: Final = {
+    name: getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+}
+"""Dtypes that torch copies, by name. What a part says is looked up nowhere else."""
+
 _NAME: Final = re.compile(r"(\d{6}-[0-9a-f]{8})\.(\d{9})\.(\d{9})\.(delta|anchor)\.(\d{5})-(\d{5})\.weights")
+
+_FILE: Final = re.compile(rf"(?:{_NAME.pattern}|\d{{6}}-[0-9a-f]{{8}}\.wanted)(?:\w{{8}})?")
+"""A part, or a request for an anchor, or a draft of one, whose name has eight characters more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ class Piece:
     @property
     def kind(self) -> torch.dtype:
         """The dtype."""
-        kind: torch.dtype = getattr(torch, self.dtype)
+        kind: torch.dtype = _DTYPES[self.dtype]
         return kind
 
     @property
@@ -79,8 +93,9 @@ class Piece:
             return False
         if self.cut is not None and (cut.dim >= len(self.shape) or self.shape[cut.dim] % cut.ways):
             return False
-        inside = self.offset + self.numel <= math.prod(self.shape) // cut.ways
-        return inside and isinstance(getattr(torch, self.dtype, None), torch.dtype)
+        if self.dtype not in _DTYPES or math.prod(size or 1 for size in self.shape) * self.kind.itemsize >= 1 << 63:
+            return False
+        return self.offset + self.numel <= math.prod(self.shape) // cut.ways
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its elements of the tensor, 1-D."""
@@ -143,6 +158,12 @@ def new_run(names: Iterable[Name]) -> str:
     return f"{number:06}-{secrets.token_hex(4)}"
 
 
+def run_of(text: str) -> str:
+    """The run that a file of this name belongs to, be it a part, a request or a draft; empty if none."""
+    match = _FILE.fullmatch(text)
+    return "" if match is None else text.partition(".")[0]
+
+
 def wanted(run: str) -> str:
     """The name of a file by which a receiver asks a run for an anchor."""
     return f"{run}.wanted"
@@ -199,6 +220,8 @@ def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
         head = _HEAD.decode(bytes(rest[:head_bytes]))
     except CollectiveError as error:
         raise WireError(f"the head of a part of weights says nothing that can be read: {error}") from error
+    if unknown := [dtype for dtype, _ in head.messages if dtype not in _DTYPES]:
+        raise WireError(f"a part of weights is of dtype {unknown[0]!r}, and this torch has {', '.join(_DTYPES)}")
     messages, at = {}, head_bytes
     for dtype, nbytes in head.messages:
         messages[dtype] = rest[at : at + nbytes]
@@ -220,7 +243,7 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
     Raises:
         WireError: It was made against other values, or is damaged.
     """
-    kind: torch.dtype = getattr(torch, dtype)
+    kind: torch.dtype = _DTYPES[dtype]
     raw = (
         torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if len(message)
@@ -231,6 +254,8 @@ def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) 
     if old is None or kind not in NUMBERS:
         if raw.numel() != numel * kind.itemsize:
             raise WireError(f"{raw.numel()} bytes are not {numel} values of {dtype}")
+        if kind is torch.bool and (raw > 1).any():
+            raise WireError("values of bool are bytes other than 0 and 1")
         return raw.view(kind)
     return Delta().apply(old, raw)
 

@@ -28,8 +28,16 @@ log = logging.getLogger("thinwire")
 
 _RUN: Final[Typed[str]] = Typed(str)
 
-_STATES: Final[Typed[tuple[str, str, bool]]] = Typed(tuple[str, str, bool])
-"""State of a rank's last version, the run of a publisher that has taken over, whether a receiver wants an anchor."""
+_State = tuple[str, str, bool]
+"""State of a rank's last version, the run of a publisher that has taken over, whether receivers need an anchor."""
+
+_STATES: Final[Typed[_State]] = Typed(_State)
+
+_ROUND: Final = 10.0
+"""Seconds that a rank waits for its last version before it tells others how far it is."""
+
+_ROUNDS: Final = 60
+"""Rounds after which the last version is given up."""
 
 
 def publisher(
@@ -119,45 +127,64 @@ class Publisher:
         self._mine: list[Name] = []  # parts of this rank in the store
         self._thread: threading.Thread | None = None
         self._newer = ""  # the run of another publisher that has taken over
-        self._wanted = False  # whether a receiver has asked for an anchor
-        self._ended = self._is_alone = self._left_out = False
+        self._wanted = self._anchor_wanted = False  # whether receivers need an anchor: says this rank, says any
+        self._left_out = False  # whether the weights of the last step are in no version
+        self._ended = self._is_alone = False
         self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
+        self._left_out = True
         if self._steps % self._every == 0 and not self._ended:
             self._publish()
 
     def close(self) -> None:
-        """Wait until the last version is written. Collective: what was left out or could not be written is tried once
-        more, so that receivers end with the last weights."""
-        self._wait()
-        if not self._ended:
-            states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
-            if self._left_out or any(state == "failed" for state, _, _ in states):
-                self._publish()
-                self._wait()
+        """Wait until the last version is written, for ten minutes at most. Collective: if it is not that of the last
+        step, or could not be written, one more is published, so that receivers end with the last weights."""
+        if not self._ended and self._finish() and self._left_out:
+            self._begin()
+            self._finish()
         self._ended = True
 
-    def _wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _finish(self) -> bool:
+        """Wait until all ranks have written, and settle. Ranks that have meet in rounds, as no exchange may last as
+        long as a slow store takes."""
+        for _ in range(_ROUNDS):
+            if self._thread is not None:
+                self._thread.join(_ROUND)
+            states = self._exchange()
+            if not _are_busy(states):
+                return self._settle(states)
+        log.warning("version %d was not published: %s has not taken it in time", self.version, self._store.url)
+        return self._settle(states)
 
     def _publish(self) -> None:
-        states = self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
-        self._left_out = any(state == "busy" for state, _, _ in states)
-        if self._left_out:
+        if self._settle(self._exchange()):
+            self._begin()
+
+    def _exchange(self) -> list[_State]:
+        return self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
+
+    def _settle(self, states: Sequence[_State]) -> bool:
+        """Take up what became of the version that was begun; returns whether the next one can begin."""
+        if _are_busy(states):
             self.skipped += 1
-            return
+            return False
         if newer := max(run for _, run, _ in states):
             log.warning("another publisher, %s, writes to %s: this one has stopped", newer, self._store.url)
             self._ended = True
-            return
+            return False
         self._take_up(written=all(state == "written" for state, _, _ in states))
+        self._anchor_wanted = any(wanted for _, _, wanted in states)
+        return True
+
+    def _begin(self) -> None:
+        """Begin to write a version."""
+        self._left_out = False
         self.version += 1
         is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
-        is_anchor = is_due or any(wanted for _, _, wanted in states)
+        is_anchor = is_due or self._anchor_wanted
         fold = self._fold_every
         is_rung = fold > 0 and not is_anchor and self._rung is not None and self.version - self._rung.number >= fold
         self._begun = _Version(
@@ -188,6 +215,7 @@ class Publisher:
             if self._fold_every and (self._begun.is_anchor or self._begun.is_rung):
                 self._rung = self._begun
         else:
+            self._left_out = True
             self.skipped += 1
             log.warning("version %d was not published: %s", self._begun.number, self.error or "another rank has failed")
         self._begun = None
@@ -201,11 +229,16 @@ class Publisher:
                 self._newer = max((name.run for name in self._store.names() if name.run > self._run), default="")
                 if self._newer:
                     return
-                self._wanted = self._store.remove(wanted(self._run)) and not begun.is_anchor
-            if base is not None:
+                self._wanted |= self._store.remove(wanted(self._run))
+            if base is not None and base.pieces == begun.pieces:
                 self._put(begun, base)
+            elif not begun.is_anchor:
+                self._wanted = True
+                self.error = "tensors were added, or changed their shape or dtype: the next version is an anchor"
+                return
             if begun.is_anchor:
                 self._put(begun, None)
+                self._wanted = False
         except Exception as error:  # whatever it is, training goes on
             self.error = f"{type(error).__name__}: {error}"
             return
@@ -227,15 +260,17 @@ class Publisher:
         self.nbytes += len(content)
 
     def _remove_old(self) -> None:
-        """Remove this rank's parts of what nobody begins from any more, and all parts of publishers before this one."""
+        """Remove this rank's parts of what nobody begins from any more, and all files of publishers before this one."""
         if self._ranks.rank == 0 and self._anchors and not self._is_alone:
-            for name in self._store.names():
-                if name.run < self._run:
-                    self._store.remove(str(name))
+            self._store.remove_before(self._run)
             self._is_alone = True
         while len(self._anchors) > 1 and self._mine[0].version < self._anchors[-2]:
             self._store.remove(str(self._mine[0]))
             del self._mine[0]
+
+
+def _are_busy(states: Sequence[_State]) -> bool:
+    return any(state == "busy" for state, _, _ in states)
 
 
 def _refuse_packed(runtimes: Sequence[Runtime]) -> None:

@@ -7,6 +7,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -15,7 +16,10 @@ from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.collectives.gateway.process import tls_context
 from thinwire.errors import UsageError
-from thinwire.weights.parts import Name
+from thinwire.weights.parts import Name, run_of
+
+_SILENCE: Final = 60.0
+"""Seconds without a connection or a byte after which reading over HTTP fails."""
 
 
 class Store:
@@ -31,13 +35,15 @@ class Store:
 
     def __init__(self, url: str | os.PathLike[str], keys: str | os.PathLike[str] | None = None) -> None:
         self.url = os.fspath(url)
-        options = {}
+        options: dict[str, Any] = {}
         if keys is not None:
             if not self.url.startswith("https://"):
                 raise UsageError(f"keys = {os.fspath(keys)!r} are for servers: store = {self.url!r} is no https URL")
             read = Keys.read(os.fspath(keys))
             options["ssl"] = tls_context(ssl.PROTOCOL_TLS_CLIENT, str(read.certificate), str(read.key))
         try:
+            if self.url.startswith(("http://", "https://")):
+                options["client_kwargs"] = {"timeout": _patience()}
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except (ImportError, ValueError) as error:
             raise UsageError(f"store = {self.url!r}: {error}; give a directory, or a URL that fsspec knows") from error
@@ -46,14 +52,16 @@ class Store:
 
     def names(self) -> list[Name]:
         """Names of all parts; none if the store is not there yet. Other files do not count."""
+        return sorted(name for text in self._texts() if (name := Name.read(text)) is not None)
+
+    def _texts(self) -> list[str]:
         self._files.invalidate_cache(self._root)
         try:
             with self._answering():
                 found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        texts = (str(path).rstrip("/").rpartition("/")[2] for path in found)
-        return sorted(name for text in texts if (name := Name.read(text)) is not None)
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def read(self, name: str) -> bytes:
         """The content of a file.
@@ -89,6 +97,16 @@ class Store:
         self._files.rm_file(path)
         return True
 
+    def remove_before(self, run: str) -> None:
+        """Remove the files of earlier runs, and drafts of them, which writers that were killed have left.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+        for text in self._texts():
+            if "" < run_of(text) < run:
+                self.remove(text)
+
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
         """Errors of the libraries that fsspec calls are of kinds of their own."""
@@ -98,3 +116,11 @@ class Store:
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {type(error).__name__}: {error}") from error
+
+
+def _patience() -> Any:
+    """A limit on silence, and none on the whole of a request, as a part may take long over a thin link."""
+    fsspec.get_filesystem_class("http")  # says what is to be installed
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE, sock_read=_SILENCE)
