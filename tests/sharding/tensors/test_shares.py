@@ -512,6 +512,14 @@ class GlobalNorm(torch.optim.SGD):
         super().step(closure)
 
 
+class AskedNorm(GlobalNorm):
+    """Normalizes if a group asks for it."""
+
+    def step(self, closure: Any = None) -> None:
+        asked = any(group.get("normalize") for group in self.param_groups)
+        (super() if asked else super(GlobalNorm, self)).step(closure)
+
+
 class Noisy(torch.optim.SGD):
     """Adds noise to every update."""
 
@@ -532,6 +540,10 @@ def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> No
             pair = Pair(name)
             if name != "ddp" or kind is Noisy:
                 assert sentence in raised(UsageError, tw.optimizer, pair.model, kind, lr=0.1)
+            if name != "ddp":
+                asking = [{"params": "*", "normalize": True}]
+                message = raised(UsageError, tw.optimizer, pair.model, AskedNorm, lr=0.1, param_groups=asking)
+                assert "other parameters' gradients" in message
             optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
             for step in range(2):
                 pair.backward(step)

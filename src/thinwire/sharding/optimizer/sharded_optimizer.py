@@ -71,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: Whether a step leaves parameters unchanged if the gradient norm is not finite.
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
+        try_groups: Refuses groups with options that the update of shares does not support; returns their ``by_unit``.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
         group_of: Numbers of the groups that were given for parameters, by name.
         rest: Number of the group of all others; ``None`` if there is none.
@@ -88,12 +89,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         skip_nonfinite: bool,
         by_unit: bool,
+        try_groups: Callable[[Sequence[Mapping[str, Any]]], bool],
         loss_scale: LossScale | None = None,
         group_of: Mapping[str, int] | None = None,
         rest: int | None = None,
     ) -> None:
         self.runtime, self.owned = runtime, inner
         self.inner, self._group_of = inner.optimizer, group_of or {}
+        self._try_groups = try_groups
         self._rest = rest  # number of the group of all parameters for which none was given
         # Unfrozen parameters that are in no group yet, with the gradients of their buffers, and this rank's fragments.
         self._expected: dict[str, tuple[UnitGradient, list[OwnedFragment]]] = {}
@@ -349,6 +352,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "requires_grad = True and before their first gradient; groups of others are given to "
                 "thinwire.optimizer(param_groups=...)"
             )
+        self._update.by_unit &= self._try_groups([param_group])
         self._take_expected(names, self.owned.add_group(param_group))
 
 
