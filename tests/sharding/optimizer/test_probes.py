@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.probes import distinct_options, refuse_per_tensor, updates_in_parts
 
 CPU = torch.device("cpu")
@@ -59,3 +62,27 @@ def test_options_of_groups_are_tried() -> None:
     with pytest.raises(UsageError, match=r"^ByRatio updates whole tensors"):
         refuse_per_tensor(ByRatio, {"lr": 0.1}, groups[0], CPU)
     refuse_per_tensor(ByRatio, {"lr": 0.1}, {}, CPU)
+
+
+class Lookahead(torch.optim.SGD):
+    """Counts its calls, and goes back half the way in every tenth."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            if self.calls % 10 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+        return super().step(closure)
+
+
+def test_one_that_counts_its_calls_is_called_once_for_each_step() -> None:
+    assert not updates_in_parts(Lookahead, {"lr": 0.1}, {}, CPU)
+    fragment: Any = SimpleNamespace(value=nn.Parameter(torch.ones(4)))
+    optim = Lookahead([fragment.value], lr=0.1)
+    assert make_state(InnerOptimizer(optim, [fragment], [[]])) == [fragment]
+    assert "slow" in optim.state[fragment.value]
+    assert (optim.calls, optim.param_groups[0]["lr"]) == (0, 0.1)

@@ -135,18 +135,34 @@ def updates_in_parts(
     device: torch.device,
 ) -> bool:
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
-    hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
+    hold for optimizers that count their calls, even if the counter matters later only, or combine all parameters. The
+    trial runs on ``device``."""
     with _seeded(device):
         start, grads = _drawn(2, 8, 6, device=device), _drawn(3, 2, 8, 6, device=device)
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
-        _tried(optimizer_class, options, group, together, list(grads))
+        one_call = _tried(optimizer_class, options, group, together, list(grads))
         halves = [step for one, other in grads for step in ((one, None), (None, other))]
-        _tried(optimizer_class, options, group, apart, halves)
+        two_calls = _tried(optimizer_class, options, group, apart, halves)
     except _REFUSALS:
         return False
+    if list(_numbers(one_call)) != list(_numbers(two_calls)):
+        return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+def _numbers(kept: Any) -> Iterator[float]:
+    """All numbers in an optimizer, in its groups and states, and in optimizers that it wraps."""
+    if isinstance(kept, int | float):
+        yield kept
+    elif isinstance(kept, torch.Tensor) and kept.dim() == 0:
+        yield kept.item()
+    else:
+        parts = vars(kept) if isinstance(kept, torch.optim.Optimizer) else kept
+        parts = tuple(parts.values()) if isinstance(parts, Mapping) else parts
+        for part in parts if isinstance(parts, list | tuple) else ():
+            yield from _numbers(part)
 
 
 def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> int:
