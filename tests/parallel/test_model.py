@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -334,6 +335,35 @@ def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
         assert [len(first), len(last)] == [4, 5]
         assert all("norm" in name for name in (*first, *last))
     run_ranks(2, refuse_groups)
+
+
+def step_with_micro_batches_of_other_sizes() -> None:
+    whole = build("llama")
+    reference = copy.deepcopy(whole)
+    (full, *_), *_ = batches(plan_for(1, 1, 1), 0, sequences=3)
+    step = [full, Batch(full.input_ids[:1], full.labels[:1]), Batch(full.input_ids[:2, 1:9], full.labels[:2, 1:9])]
+    model = tw.parallelize(whole, plan_for(1, 1, 1))
+    expected = sum(reference(batch.input_ids, batch.labels).loss for batch in step) / 3
+    expected.backward()
+    torch.testing.assert_close(model.step(step), expected.detach())
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), math.inf)
+    torch.testing.assert_close(model.clip_grad_norm_(math.inf), norm)
+    with pytest.raises(UsageError, match=r"got no micro-batch; give plan.micro_batches = 2"):
+        model.step([])
+
+
+def refuse_other_micro_batches() -> None:
+    model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
+    step, *_ = batches(model.plan, 0)
+    shorter = Batch(step[0].input_ids[:1], step[0].labels[:1])
+    for given in (step[:2], [*step[:3], shorter]):
+        with pytest.raises(UsageError, match=r"and the pipeline runs plan.micro_batches = 4 of one size"):
+            model.step(given)
+
+
+def test_micro_batches_may_differ_in_size_except_in_a_pipeline() -> None:
+    run_ranks(1, step_with_micro_batches_of_other_sizes)
+    run_ranks(2, refuse_other_micro_batches)
 
 
 def skip_together(clip: bool, scaled: bool) -> tuple[list[int], float]:
