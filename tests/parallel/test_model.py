@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +366,37 @@ def refuse_other_micro_batches() -> None:
 def test_micro_batches_may_differ_in_size_except_in_a_pipeline() -> None:
     run_ranks(1, step_with_micro_batches_of_other_sizes)
     run_ranks(2, refuse_other_micro_batches)
+
+
+def use_as_an_optimizer_of_torch() -> list[float]:
+    """Learning rates by a schedule; what would hold a rank's share only is refused."""
+    plan = plan_for(1, 1, 2)
+    model, optimizer = start("llama", plan)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    first, *_ = batches(plan, 0)
+    loss = optimizer.step(lambda: model.step(first))
+    assert model.knows_loss == bool(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a schedule warns if it sees no step of its optimizer
+        schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert len(optimizer.state) == sum(len(part.fragments) for part in optimizer.parts) > 0
+    for refused in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.register_state_dict_post_hook(print),
+        lambda: optimizer.register_step_post_hook(print),
+        lambda: optimizer.add_param_group({"params": []}),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer.parts[0]),
+    ):
+        with pytest.raises(UsageError):
+            refused()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_it_is_an_optimizer_of_torch() -> None:
+    assert run_ranks(2, use_as_an_optimizer_of_torch) == [[LR / 2], [LR / 2]]
 
 
 def skip_together(clip: bool, scaled: bool) -> tuple[list[int], float]:

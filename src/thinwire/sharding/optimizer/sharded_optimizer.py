@@ -18,6 +18,7 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, 
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.optimizer.probes import takes_found_inf
+from thinwire.sharding.optimizer.share_optimizer import ShareOptimizer
 from thinwire.sharding.optimizer.share_update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
@@ -59,7 +60,7 @@ def clip_grad_norm_(
     return norm.float()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(ShareOptimizer):
     """A torch optimizer whose step updates this rank's share and spreads the result.
 
     It shares ``param_groups`` and ``state`` with the optimizer that it wraps, so learning-rate schedulers and other
@@ -323,16 +324,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def take(self) -> None:
         """Nothing: states are loaded into the wrapped optimizer's own."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Refuse to make a state dict, which would hold only this rank's share."""
-        raise UsageError(
-            "optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)"
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse to load a state dict; see :meth:`state_dict`."""
-        raise UsageError("optimizer.load_state_dict() does not support shares: use thinwire.load(model, optim, path)")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that were frozen when the model was sharded, and are to be trained now.
