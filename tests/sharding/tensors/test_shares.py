@@ -103,6 +103,9 @@ class Rows(list[torch.Tensor]):
 
 # -- reading ---------------------------------------------------------------------------------------------------
 
+LARGE = 2**53 + 1
+"""float64 rounds it."""
+
 READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "norm": lambda p: p.norm(),
     "1-norm": lambda p: p.norm(1),
@@ -111,6 +114,8 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "mean": lambda p: p.mean(),
     "max": lambda p: p.max(),
     "min": lambda p: p.amin(),
+    "max of integers": lambda p: ((p * 0).long() + LARGE).max() - LARGE + 1,
+    "sum of integers": lambda p: ((p * 0).long() + LARGE).sum() - (LARGE - 1) * p.numel(),
     "isnan": lambda p: p.isnan().any(),
     "isfinite": lambda p: p.isfinite().all(),
     "count": lambda p: (p > 0).sum(),
@@ -604,6 +609,8 @@ def test_refusals() -> None:
         model(samples(0, 1, 4)[0, 0]).square().mean().backward()
         early.step()
         early.zero_grad()
+        model.own = nn.Parameter(torch.ones(2))
+        tw.ignore(model.own)
         tw.shard(model, plan(name))
         x = samples(0, 1, 4)[0, 0]
         for message, action in refusals_of(model, early).items():
@@ -618,6 +625,10 @@ def test_refusals() -> None:
         assert "head.weight was added after" in raised(UsageError, mine.step)
         del model.head
         mine.step()
+        del model.own
+        model.later = nn.Parameter(torch.ones(2))  # as many as before
+        assert "later was added after" in raised(UsageError, mine.step)
+        del model.later
         owner = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
         model(x).square().mean().backward()
         assert "both would update it" in raised(UsageError, mine.step)
