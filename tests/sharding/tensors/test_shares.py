@@ -116,6 +116,8 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "min": lambda p: p.amin(),
     "max of integers": lambda p: ((p * 0).long() + LARGE).max() - LARGE + 1,
     "sum of integers": lambda p: ((p * 0).long() + LARGE).sum() - (LARGE - 1) * p.numel(),
+    "maxima of a list": lambda p: torch._foreach_max([p, p])[1],
+    "norms of a list": lambda p: torch._foreach_norm([p], 1, torch.float64)[0],
     "isnan": lambda p: p.isnan().any(),
     "isfinite": lambda p: p.isfinite().all(),
     "count": lambda p: (p > 0).sum(),

@@ -131,7 +131,12 @@ def _writing(shares: Sequence[Share]) -> Iterator[None]:
 
 def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_foreach_norm":
-        return [_norm(cls, tensor, args[1] if len(args) > 1 else kwargs.get("ord", 2)) for tensor in args[0]]
+        bound = _bound(func, args, kwargs)
+        return [_norm(cls, tensor, bound.get("ord", 2), bound.get("dtype")) for tensor in args[0]]
+    if name == "_foreach_max":
+        return [tensor.max() for tensor in args[0]]
+    if name in ("_foreach_mm", "_foreach_powsum"):
+        raise NeedsWhole
     first = next(value for value in args if isinstance(value, list | tuple))
     specs = [tensor.spec if isinstance(tensor, cls) else None for tensor in first]
     lists = [value for value in [*args, *kwargs.values()] if isinstance(value, list | tuple)]
