@@ -42,6 +42,21 @@ def test_ddp(codec: str, limit: float) -> None:
         assert traffic["ddp"].encoded("all_reduce") == (8 if limit else 0)
 
 
+def joined_job() -> int:
+    """Encoded all-reduces of a rank that may have less data than the other."""
+    model = DistributedDataParallel(net())
+    group = tw.compress_ddp(model, "int8:256")
+    with model.join():
+        for _ in range(1 + dist.get_rank()):
+            model(torch.ones(2, 16)).square().mean().backward()
+    return group.traffic().encoded("all_reduce")
+
+
+def test_a_rank_without_data_encodes_as_the_others_do() -> None:
+    first, second = run_ranks(2, joined_job)
+    assert first == second > 0
+
+
 @pytest.mark.parametrize(
     ("codec", "limit"),
     [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +337,66 @@ def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
         assert [len(first), len(last)] == [4, 5]
         assert all("norm" in name for name in (*first, *last))
     run_ranks(2, refuse_groups)
+
+
+def step_with_micro_batches_of_other_sizes() -> None:
+    whole = build("llama")
+    reference = copy.deepcopy(whole)
+    (full, *_), *_ = batches(plan_for(1, 1, 1), 0, sequences=3)
+    step = [full, Batch(full.input_ids[:1], full.labels[:1]), Batch(full.input_ids[:2, 1:9], full.labels[:2, 1:9])]
+    model = tw.parallelize(whole, plan_for(1, 1, 1))
+    expected = sum(reference(batch.input_ids, batch.labels).loss for batch in step) / 3
+    expected.backward()
+    torch.testing.assert_close(model.step(step), expected.detach())
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), math.inf)
+    torch.testing.assert_close(model.clip_grad_norm_(math.inf), norm)
+    with pytest.raises(UsageError, match=r"got no micro-batch; give plan.micro_batches = 2"):
+        model.step([])
+
+
+def refuse_other_micro_batches() -> None:
+    model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
+    step, *_ = batches(model.plan, 0)
+    shorter = Batch(step[0].input_ids[:1], step[0].labels[:1])
+    for given in (step[:2], [*step[:3], shorter]):
+        with pytest.raises(UsageError, match=r"and the pipeline runs plan.micro_batches = 4 of one size"):
+            model.step(given)
+
+
+def test_micro_batches_may_differ_in_size_except_in_a_pipeline() -> None:
+    run_ranks(1, step_with_micro_batches_of_other_sizes)
+    run_ranks(2, refuse_other_micro_batches)
+
+
+def use_as_an_optimizer_of_torch() -> list[float]:
+    """Learning rates by a schedule; what would hold a rank's share only is refused."""
+    plan = plan_for(1, 1, 2)
+    model, optimizer = start("llama", plan)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    first, *_ = batches(plan, 0)
+    loss = optimizer.step(lambda: model.step(first))
+    assert model.knows_loss == bool(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a schedule warns if it sees no step of its optimizer
+        schedule.step()
+    optimizer.zero_grad(set_to_none=True)
+    assert len(optimizer.state) == sum(len(part.fragments) for part in optimizer.parts) > 0
+    for refused in (
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict({}),
+        lambda: optimizer.register_state_dict_post_hook(print),
+        lambda: optimizer.register_step_post_hook(print),
+        lambda: optimizer.add_param_group({"params": []}),
+        lambda: copy.deepcopy(optimizer),
+        lambda: pickle.dumps(optimizer.parts[0]),
+    ):
+        with pytest.raises(UsageError):
+            refused()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_it_is_an_optimizer_of_torch() -> None:
+    assert run_ranks(2, use_as_an_optimizer_of_torch) == [[LR / 2], [LR / 2]]
 
 
 def skip_together(clip: bool, scaled: bool) -> tuple[list[int], float]:

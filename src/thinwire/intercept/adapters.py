@@ -149,6 +149,7 @@ def compress_ddp(
             f"axis {model.process_group.axis} is compressed already: leave out compress_ddp(), or do not compress it"
         )
     group = compress_group(model.process_group, codec, axis="ddp")
-    group.configure(AxisCodecs.of(codec, inside=inside), min_numel=min_numel, nodes=nodes)
+    # It carries nothing but gradients; under DDP's join(), a rank without data sends zeros outside of a backward.
+    group.configure(AxisCodecs.of(codec, inside=inside), min_numel=min_numel, always=True, nodes=nodes)
     model.register_comm_hook(group, allreduce_hook)  # divides first, so that fp16 does not overflow
     return group

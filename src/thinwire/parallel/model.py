@@ -19,7 +19,7 @@ from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control
 from thinwire.collectives.topology import DataRanks
-from thinwire.errors import SpecError
+from thinwire.errors import SpecError, UsageError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.network.order import order_ranks
 from thinwire.parallel.context import Context, share_context
@@ -104,19 +104,25 @@ class ParallelModel:
         """Run forward and backward of a step's micro-batches. Gradients add up to those of their mean loss.
 
         Args:
-            batches: ``plan.micro_batches`` micro-batches, the same on all ranks that hold one replica together.
+            batches: ``plan.micro_batches`` micro-batches, the same on all ranks that hold one replica together. In a
+                pipeline they have one size.
 
         Returns:
             Mean loss, fp32, on the device; zero if this rank does not know it.
+
+        Raises:
+            UsageError: There is no micro-batch, or a pipeline gets others than it was made for.
         """
+        self._refuse(batches)
         with self._exchanging(), step_scope() if self._meshes else contextlib.nullcontext():
             scale = self._loss_scale
+            tokens = _on_device(batches, self._device)
             if self._pipeline is not None:
-                return self._pipeline.step(*_on_device(batches, self._device), scale)
+                ids, labels = map(torch.cat, zip(*tokens, strict=True))
+                return self._pipeline.step(ids, labels, scale)
             total = torch.zeros((), dtype=torch.float32, device=self._device)
-            tokens = zip(*(part.chunk(len(batches)) for part in _on_device(batches, self._device)), strict=True)
             runtimes = [runtime_of(chunk) for chunk in self.chunks]
-            for ids, labels in api.micro_batches_of(runtimes, list(tokens)):
+            for ids, labels in api.micro_batches_of(runtimes, tokens):
                 loss = self._mean_loss(ids, labels) / len(batches)
                 (loss if scale is None else scale.scale(loss)).backward()
                 total += loss.detach()
@@ -126,9 +132,8 @@ class ParallelModel:
     def evaluate(self, batch: TokenBatch) -> Tensor:
         """Mean loss of a micro-batch, without gradients; zero if this rank does not know it."""
         with self._exchanging():
-            if self._pipeline is not None:
-                return self._pipeline.evaluate(*_on_device([batch], self._device))
-            return self._mean_loss(*_on_device([batch], self._device))
+            ((ids, labels),) = _on_device([batch], self._device)
+            return self._mean_loss(ids, labels) if self._pipeline is None else self._pipeline.evaluate(ids, labels)
 
     def train(self, mode: bool = True) -> None:
         """Switch all parts between training and evaluation mode."""
@@ -247,6 +252,18 @@ class ParallelModel:
     def axis_traffic(self) -> dict[str, AxisTraffic]:
         """Traffic of this rank on the axes ``tp``, ``pp``, ``ep`` and ``cp`` since the last call."""
         return {axis: sent for mesh in self._meshes for axis, sent in axis_traffic(mesh, reset=True).items()}
+
+    def _refuse(self, batches: Sequence[TokenBatch]) -> None:
+        """Refuse a step of other micro-batches than it can run."""
+        count = self.plan.micro_batches
+        if not batches:
+            raise UsageError(f"step(batches) got no micro-batch; give plan.micro_batches = {count} of them")
+        sizes = [tuple(batch.input_ids.shape) for batch in batches]
+        if self._pipeline is not None and (len(sizes) != count or len(set(sizes)) > 1):
+            raise UsageError(
+                f"step(batches) got micro-batches of sizes {sizes}, and the pipeline runs plan.micro_batches = {count} "
+                "of one size: leave out the last batches of an epoch, as DataLoader(drop_last=True) does"
+            )
 
     def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
@@ -434,13 +451,14 @@ def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:
     raise SpecError("loss", ["a pipeline needs one: thinwire.parallelize(model, plan, loss=...)"])
 
 
-def _on_device(batches: Sequence[TokenBatch], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of micro-batches of one size, one after the other, on the device.
+def _on_device(batches: Sequence[TokenBatch], device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and labels of micro-batches on the device.
 
     On a GPU they arrive in one copy that neither the host nor computation waits for.
     """
-    tokens = torch.cat([*(batch.input_ids for batch in batches), *(batch.labels for batch in batches)])
+    parts = [part for batch in batches for part in (batch.input_ids, batch.labels)]
+    tokens = torch.cat([part.flatten() for part in parts])
     if device.type != "cpu":
         tokens = tokens.pin_memory().to(device, non_blocking=True)
-    ids, labels = tokens.chunk(2)
-    return ids, labels
+    there = [flat.view(part.shape) for flat, part in zip(tokens.split([p.numel() for p in parts]), parts, strict=True)]
+    return list(zip(there[::2], there[1::2], strict=True))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.optimizer.probes import refuse_per_tensor, updates_in_parts
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
+from thinwire.sharding.optimizer.probes import distinct_options, refuse_per_tensor, updates_in_parts
 
 CPU = torch.device("cpu")
 
@@ -26,13 +29,60 @@ class GpuOnly(torch.optim.SGD):
 
 def test_the_error_of_an_optimizer_is_shown() -> None:
     with pytest.raises(UsageError, match=r"^GpuOnly does not update .* on cpu.*: this optimizer works on GPU tensors$"):
-        refuse_per_tensor(GpuOnly, {"lr": 0.1}, CPU)
-    refuse_per_tensor(torch.optim.SGD, {"lr": 0.1}, CPU)
+        refuse_per_tensor(GpuOnly, {"lr": 0.1}, {}, CPU)
+    refuse_per_tensor(torch.optim.SGD, {"lr": 0.1}, {}, CPU)
 
 
 def test_trials_run_on_the_device_of_the_model() -> None:
     meta = torch.device("meta")  # the only other device of every machine; it has no values that could be compared
     with pytest.raises(NotImplementedError, match="Meta"):
-        updates_in_parts(GpuOnly, {"lr": 0.1}, meta)
-    assert not updates_in_parts(GpuOnly, {"lr": 0.1}, CPU)
-    assert updates_in_parts(torch.optim.SGD, {"lr": 0.1}, CPU)
+        updates_in_parts(GpuOnly, {"lr": 0.1}, {}, meta)
+    assert not updates_in_parts(GpuOnly, {"lr": 0.1}, {}, CPU)
+    assert updates_in_parts(torch.optim.SGD, {"lr": 0.1}, {}, CPU)
+
+
+class ByRatio(torch.optim.Optimizer):
+    """Scales the update of groups that ask for it by the ratio of two norms, as LAMB does."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (grad := parameter.grad) is not None:
+                    ratio = parameter.norm() / grad.norm() if group.get("adapt") else 1.0
+                    parameter.add_(grad * ratio, alpha=-group["lr"])
+
+
+def test_options_of_groups_are_tried() -> None:
+    groups = [{"params": ["*.weight"], "lr": rate, "adapt": True} for rate in (0.1, 0.2)]
+    assert distinct_options(groups) == [{}, {"lr": 1e-3, "adapt": True}]
+    with pytest.raises(UsageError, match=r"^ByRatio updates whole tensors"):
+        refuse_per_tensor(ByRatio, {"lr": 0.1}, groups[0], CPU)
+    refuse_per_tensor(ByRatio, {"lr": 0.1}, {}, CPU)
+
+
+class Lookahead(torch.optim.SGD):
+    """Counts its calls, and goes back half the way in every tenth."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            if self.calls % 10 == 0:
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+        return super().step(closure)
+
+
+def test_one_that_counts_its_calls_is_called_once_for_each_step() -> None:
+    assert not updates_in_parts(Lookahead, {"lr": 0.1}, {}, CPU)
+    fragment: Any = SimpleNamespace(value=nn.Parameter(torch.ones(4)))
+    optim = Lookahead([fragment.value], lr=0.1)
+    assert make_state(InnerOptimizer(optim, [fragment], [[]])) == [fragment]
+    assert "slow" in optim.state[fragment.value]
+    assert (optim.calls, optim.param_groups[0]["lr"]) == (0, 0.1)

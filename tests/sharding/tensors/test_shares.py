@@ -103,6 +103,9 @@ class Rows(list[torch.Tensor]):
 
 # -- reading ---------------------------------------------------------------------------------------------------
 
+LARGE = 2**53 + 1
+"""float64 rounds it."""
+
 READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "norm": lambda p: p.norm(),
     "1-norm": lambda p: p.norm(1),
@@ -111,6 +114,10 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "mean": lambda p: p.mean(),
     "max": lambda p: p.max(),
     "min": lambda p: p.amin(),
+    "max of integers": lambda p: ((p * 0).long() + LARGE).max() - LARGE + 1,
+    "sum of integers": lambda p: ((p * 0).long() + LARGE).sum() - (LARGE - 1) * p.numel(),
+    "maxima of a list": lambda p: torch._foreach_max([p, p])[1],
+    "norms of a list": lambda p: torch._foreach_norm([p], 1, torch.float64)[0],
     "isnan": lambda p: p.isnan().any(),
     "isfinite": lambda p: p.isfinite().all(),
     "count": lambda p: (p > 0).sum(),
@@ -512,6 +519,14 @@ class GlobalNorm(torch.optim.SGD):
         super().step(closure)
 
 
+class AskedNorm(GlobalNorm):
+    """Normalizes if a group asks for it."""
+
+    def step(self, closure: Any = None) -> None:
+        asked = any(group.get("normalize") for group in self.param_groups)
+        (super() if asked else super(GlobalNorm, self)).step(closure)
+
+
 class Noisy(torch.optim.SGD):
     """Adds noise to every update."""
 
@@ -532,6 +547,10 @@ def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> No
             pair = Pair(name)
             if name != "ddp" or kind is Noisy:
                 assert sentence in raised(UsageError, tw.optimizer, pair.model, kind, lr=0.1)
+            if name != "ddp":
+                asking = [{"params": "*", "normalize": True}]
+                message = raised(UsageError, tw.optimizer, pair.model, AskedNorm, lr=0.1, param_groups=asking)
+                assert "other parameters' gradients" in message
             optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
             for step in range(2):
                 pair.backward(step)
@@ -592,6 +611,8 @@ def test_refusals() -> None:
         model(samples(0, 1, 4)[0, 0]).square().mean().backward()
         early.step()
         early.zero_grad()
+        model.own = nn.Parameter(torch.ones(2))
+        tw.ignore(model.own)
         tw.shard(model, plan(name))
         x = samples(0, 1, 4)[0, 0]
         for message, action in refusals_of(model, early).items():
@@ -606,6 +627,10 @@ def test_refusals() -> None:
         assert "head.weight was added after" in raised(UsageError, mine.step)
         del model.head
         mine.step()
+        del model.own
+        model.later = nn.Parameter(torch.ones(2))  # as many as before
+        assert "later was added after" in raised(UsageError, mine.step)
+        del model.later
         owner = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
         model(x).square().mean().backward()
         assert "both would update it" in raised(UsageError, mine.step)

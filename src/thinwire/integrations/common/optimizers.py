@@ -77,7 +77,7 @@ def over_shares(
         return [tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)]
     for made in optimizers if not whole_states else ():
         if not states_are_alike(type(made), _options(made), sharded_of(model).device):
-            refuse_class(model, type(made), _options(made))
+            refuse_class(model, type(made), _options(made), made.param_groups)
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
 
@@ -114,7 +114,7 @@ def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
     try:
-        refuse_class(model, type(made), _options(made))
+        refuse_class(model, type(made), _options(made), made.param_groups)
     except UsageError:
         return False
     return True

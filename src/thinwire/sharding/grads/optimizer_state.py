@@ -130,7 +130,7 @@ def make_state(inner: InnerOptimizer) -> list[OwnedFragment]:
     """
     made = [owned for owned in inner.fragments if not state_of(inner, owned)]
     groups = inner.optimizer.param_groups
-    rates = [group.get("lr") for group in groups]
+    before = [(kept, dict(kept)) for kept in (vars(inner.optimizer), *groups)]
     for owned in inner.fragments:
         owned.value.grad = None
     for group in groups:
@@ -142,9 +142,9 @@ def make_state(inner: InnerOptimizer) -> list[OwnedFragment]:
         for unit in dict.fromkeys(owned.unit for owned in made):
             with inner.host.visited([unit]):
                 _step_on_zeros(inner, [owned for owned in made if owned.unit == unit])
-    for group, rate in zip(groups, rates, strict=True):
-        if "lr" in group:
-            group["lr"] = rate
+    for kept, values in before:  # whatever counts steps, in the optimizer or its groups, does not count this one
+        kept.clear()
+        kept.update(values)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
 from thinwire.sharding.optimizer.probes import (
+    distinct_options,
     refuse_per_tensor,
     refuse_unlike_ranks,
     state_bytes,
@@ -57,8 +59,9 @@ def build_optimizer(
             "model.parameters()"
         )
     fragments, device = sharded.fragments, sharded.device
-    refuse_class(model, optimizer_class, options)
     given = list(param_groups or [])
+    try_groups = partial(_try_groups, model, optimizer_class, options)
+    by_unit = try_groups(given)
     groups, shown, group_of = _group(sharded.units, runtime.shares or {}, fragments, given)
 
     def refused(problems: Mapping[int, str]) -> UsageError:
@@ -80,7 +83,6 @@ def build_optimizer(
     sharded.part.control.agree(make, refused, NOTHING)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
-    by_unit = updates_in_parts(optimizer_class, options, _updates_on(sharded))
     host: HostStates | HostUpdates | None = None
     if plan.residence.optimizer == "host-update":
         ranks = None if device.type == "cpu" else plan.mesh.local
@@ -93,6 +95,7 @@ def build_optimizer(
         InnerOptimizer(inner, fragments, shown, host),
         skip_nonfinite=skip_nonfinite,
         by_unit=by_unit,
+        try_groups=try_groups,
         loss_scale=loss_scale,
         group_of=group_of,
         rest=len(groups) - 1 if len(groups) > len(given) else None,
@@ -100,8 +103,31 @@ def build_optimizer(
     return optimizer
 
 
-def refuse_class(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+def _try_groups(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Iterable[Mapping[str, Any]],
+) -> bool:
+    """Refuse what :func:`refuse_class` does; returns whether units can be updated one by one."""
+    groups, device = list(groups), _updates_on(runtime_of(model).sharded)
+    refuse_class(model, optimizer_class, options, groups)
+    return all(updates_in_parts(optimizer_class, options, group, device) for group in distinct_options(groups))
+
+
+def refuse_class(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Iterable[Mapping[str, Any]],
+) -> None:
     """Refuse an optimizer whose updates of pieces, rank by rank, are not those of whole tensors.
+
+    Args:
+        model: The sharded model.
+        optimizer_class: Class of the optimizer.
+        options: Options of the optimizer.
+        groups: Its parameter groups, whose own options may change what it does.
 
     Raises:
         UsageError: See :mod:`thinwire.sharding.optimizer.probes`.
@@ -110,10 +136,11 @@ def refuse_class(model: nn.Module, optimizer_class: type[torch.optim.Optimizer],
     plan, device = sharded.plan, _updates_on(sharded)
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
-    if plan.world > 1:
-        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
-    if cut or sharded.part.tensor_ranks > 1:
-        refuse_per_tensor(optimizer_class, options, device)
+    for group in distinct_options(groups):
+        if plan.world > 1:
+            refuse_unlike_ranks(optimizer_class, options, group, device, cut=plan.optimizer.ranks > 1)
+        if cut or sharded.part.tensor_ranks > 1:
+            refuse_per_tensor(optimizer_class, options, group, device)
 
 
 def _updates_on(sharded: ShardedModel) -> torch.device:

@@ -6,7 +6,7 @@ Trials run on the device of the model, because some optimizers work on GPUs only
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,18 +14,28 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-_REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
+_REFUSALS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, AssertionError)
 """Errors by which an optimizer refuses a trial."""
 
 
+def distinct_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The options that parameter groups add, each combination once, as trials take them; those of no group first."""
+    added = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+    return list({repr(options): options for options in ({}, *map(_for_trial, added))}.values())
+
+
 def refuse_per_tensor(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
 ) -> None:
     """Refuse an optimizer whose update of a tensor differs from the updates of the tensor's parts.
 
     Args:
         optimizer_class: Class of the optimizer.
         options: Options of the optimizer.
+        group: Options of a parameter group.
         device: Device of the trial.
 
     Raises:
@@ -36,7 +46,7 @@ def refuse_per_tensor(
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
     try:
-        _tried(optimizer_class, options, [whole], [[g] for g in grads])
+        _tried(optimizer_class, options, group, [whole], [[g] for g in grads])
     except _REFUSALS as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
@@ -44,7 +54,7 @@ def refuse_per_tensor(
             f"optimizers: {reason}"
         ) from error
     try:
-        _tried(optimizer_class, options, parts, [g.view(-1).split([20, 28]) for g in grads])
+        _tried(optimizer_class, options, group, parts, [g.view(-1).split([20, 28]) for g in grads])
         elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
     except _REFUSALS:
         elementwise = False
@@ -67,13 +77,19 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def refuse_unlike_ranks(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device, *, cut: bool
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
+    *,
+    cut: bool,
 ) -> None:
     """Refuse an optimizer whose updates would differ from rank to rank.
 
     Args:
         optimizer_class: Class of the optimizer.
         options: Options of the optimizer.
+        group: Options of a parameter group.
         device: Device of the trial.
         cut: Whether ranks own different parameters.
 
@@ -93,7 +109,7 @@ def refuse_unlike_ranks(
             pair = [nn.Parameter(part.clone()) for part in start]
             _seed(device, seed)
             try:
-                _tried(optimizer_class, options, pair, [[one, two * other] for one, two in grads])
+                _tried(optimizer_class, options, group, pair, [[one, two * other] for one, two in grads])
             except _REFUSALS:
                 return None
         return pair[0].detach()
@@ -113,21 +129,40 @@ def refuse_unlike_ranks(
 
 
 def updates_in_parts(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    device: torch.device,
 ) -> bool:
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
-    hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
+    hold for optimizers that count their calls, even if the counter matters later only, or combine all parameters. The
+    trial runs on ``device``."""
     with _seeded(device):
         start, grads = _drawn(2, 8, 6, device=device), _drawn(3, 2, 8, 6, device=device)
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
-        _tried(optimizer_class, options, together, list(grads))
+        one_call = _tried(optimizer_class, options, group, together, list(grads))
         halves = [step for one, other in grads for step in ((one, None), (None, other))]
-        _tried(optimizer_class, options, apart, halves)
+        two_calls = _tried(optimizer_class, options, group, apart, halves)
     except _REFUSALS:
         return False
+    if list(_numbers(one_call)) != list(_numbers(two_calls)):
+        return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+def _numbers(kept: Any) -> Iterator[float]:
+    """All numbers in an optimizer, in its groups and states, and in optimizers that it wraps."""
+    if isinstance(kept, int | float):
+        yield kept
+    elif isinstance(kept, torch.Tensor) and kept.dim() == 0:
+        yield kept.item()
+    else:
+        parts = vars(kept) if isinstance(kept, torch.optim.Optimizer) else kept
+        parts = tuple(parts.values()) if isinstance(parts, Mapping) else parts
+        for part in parts if isinstance(parts, list | tuple) else ():
+            yield from _numbers(part)
 
 
 def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> int:
@@ -160,7 +195,7 @@ def _kept_of_one(
     """What an optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
     parameter = nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
     try:
-        optimizer = _tried(optimizer_class, options, [parameter], [[torch.ones_like(parameter)]])
+        optimizer = _tried(optimizer_class, options, {}, [parameter], [[torch.ones_like(parameter)]])
     except _REFUSALS:
         return None
     return list(optimizer.state[parameter].values())
@@ -196,19 +231,26 @@ def _seed(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as a trial has them: a huge learning rate could overflow, ``capturable`` requires CUDA, and an optimizer
+    may write to tensors among them."""
+    return {
+        name: 1e-3 if name == "lr" else value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+        if name != "capturable"
+    }
+
+
 def _tried(
     optimizer_class: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
+    group: Mapping[str, Any],
     params: Sequence[nn.Parameter],
     grads: Sequence[Sequence[torch.Tensor | None]],
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of parameters, and let it step with each of these lists of their gradients. Some options differ
-    in a trial: a huge learning rate could overflow, and ``capturable`` requires CUDA."""
-    tried: dict[str, Any] = {name: value for name, value in options.items() if name != "capturable"}
-    if "lr" in tried:
-        tried["lr"] = 1e-3
+    """Make an optimizer of a group of parameters, and let it step with each of these lists of their gradients."""
     with torch.enable_grad():
-        optimizer: Any = optimizer_class(params, **tried)
+        optimizer: Any = optimizer_class([{**_for_trial(group), "params": params}], **_for_trial(options))
         if has_modes(optimizer):
             optimizer.train()
         for step in grads:

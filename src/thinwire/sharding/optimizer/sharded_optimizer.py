@@ -18,6 +18,7 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, 
 from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.optimizer.probes import takes_found_inf
+from thinwire.sharding.optimizer.share_optimizer import ShareOptimizer
 from thinwire.sharding.optimizer.share_update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
@@ -59,7 +60,7 @@ def clip_grad_norm_(
     return norm.float()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(ShareOptimizer):
     """A torch optimizer whose step updates this rank's share and spreads the result.
 
     It shares ``param_groups`` and ``state`` with the optimizer that it wraps, so learning-rate schedulers and other
@@ -71,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: Whether a step leaves parameters unchanged if the gradient norm is not finite.
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
+        try_groups: Refuses groups with options that the update of shares does not support; returns their ``by_unit``.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
         group_of: Numbers of the groups that were given for parameters, by name.
         rest: Number of the group of all others; ``None`` if there is none.
@@ -88,12 +90,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         skip_nonfinite: bool,
         by_unit: bool,
+        try_groups: Callable[[Sequence[Mapping[str, Any]]], bool],
         loss_scale: LossScale | None = None,
         group_of: Mapping[str, int] | None = None,
         rest: int | None = None,
     ) -> None:
         self.runtime, self.owned = runtime, inner
         self.inner, self._group_of = inner.optimizer, group_of or {}
+        self._try_groups = try_groups
         self._rest = rest  # number of the group of all parameters for which none was given
         # Unfrozen parameters that are in no group yet, with the gradients of their buffers, and this rank's fragments.
         self._expected: dict[str, tuple[UnitGradient, list[OwnedFragment]]] = {}
@@ -328,16 +332,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def take(self) -> None:
         """Nothing: states are loaded into the wrapped optimizer's own."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Refuse to make a state dict, which would hold only this rank's share."""
-        raise UsageError(
-            "optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)"
-        )
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse to load a state dict; see :meth:`state_dict`."""
-        raise UsageError("optimizer.load_state_dict() does not support shares: use thinwire.load(model, optim, path)")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that were frozen when the model was sharded, and are to be trained now.
 
@@ -356,6 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "requires_grad = True and before their first gradient; groups of others are given to "
                 "thinwire.optimizer(param_groups=...)"
             )
+        self._update.by_unit &= self._try_groups([param_group])
         self._take_expected(names, self.owned.add_group(param_group))
 
 

@@ -36,6 +36,7 @@ class ShareUpdate:
 
     Attributes:
         fragments_of: This rank's fragments, by unit.
+        by_unit: See there.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ShareUpdate:
     ) -> None:
         self.owned = owned
         self.reducer, self.spreads, self._programs, self.used = reducer, spreads, programs, used
-        self._by_unit, self._copies = by_unit, copies
+        self.by_unit, self._copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
         self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
@@ -73,7 +74,7 @@ class ShareUpdate:
         Returns:
             Numbers of the units that are still to be spread; ``None`` for all.
         """
-        if at_once or not self._by_unit:
+        if at_once or not self.by_unit:
             self._at_once()
         elif arrived:
             self._as_needed()
@@ -95,7 +96,7 @@ class ShareUpdate:
         """
         self.reducer.join()
         batches, may_wait = self._programs.updates, spreads and self._may_wait
-        if at_once or not self._by_unit:
+        if at_once or not self.by_unit:
             batches, may_wait = [tuple(unit for batch in batches for unit in batch)], False
         together = tuple(self._programs.spreads) if spreads else None
         host.update(batches, _Batches(self, together, may_wait=may_wait))

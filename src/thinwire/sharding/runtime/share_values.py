@@ -57,7 +57,7 @@ class Masters:
         self._child_tables: list[dict[str, nn.Module | None]] = []
         self._tables: list[dict[str, nn.Parameter | None]] = []
         self._children: list[nn.Module | None] = []
-        self._count = -1
+        self._held: list[int] | None = None  # identities of parameters
 
     def before_write(self) -> None:
         """Prepare for a write to masters: wait for the spreads that read them.
@@ -154,7 +154,7 @@ class Masters:
         """
         model = self.sharded.model
         # Without a walk over modules, which takes milliseconds where there are thousands.
-        if self._children == _values(self._child_tables) and self._count == sum(map(len, self._tables)):
+        if self._children == _values(self._child_tables) and self._held == _ids(self._tables):
             return
         # Inside of a backward, modules list the tensors that they compute with instead of shares.
         computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
@@ -173,11 +173,15 @@ class Masters:
                 )
         modules = list(model.modules())
         self._child_tables, self._tables = [m._modules for m in modules], [m._parameters for m in modules]
-        self._children, self._count = _values(self._child_tables), sum(map(len, self._tables))
+        self._children, self._held = _values(self._child_tables), _ids(self._tables)
 
 
 def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
+
+
+def _ids(tables: list[dict[str, nn.Parameter | None]]) -> list[int]:
+    return [id(parameter) for table in tables for parameter in table.values()]
 
 
 @dataclass(eq=False)

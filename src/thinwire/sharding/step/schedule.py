@@ -296,8 +296,8 @@ class Schedule:
 
     def begin_forward(self) -> None:
         """Begin a forward of the model, or of a unit that is called alone."""
-        if len(self.forward) >= MOST_EVENTS:
-            self.abandon_micro_batch()  # forwards that record graphs and never run backward
+        if len(self.forward) + len(self._unrecorded) >= MOST_EVENTS:
+            self.abandon_micro_batch()  # forwards that record graphs, or could, and never run backward
         if len(self.order.events) >= MOST_EVENTS:
             self.order.go_on(self.order.value, [])  # a hash instead of a long list
 

@@ -131,7 +131,12 @@ def _writing(shares: Sequence[Share]) -> Iterator[None]:
 
 def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_foreach_norm":
-        return [_norm(cls, tensor, args[1] if len(args) > 1 else kwargs.get("ord", 2)) for tensor in args[0]]
+        bound = _bound(func, args, kwargs)
+        return [_norm(cls, tensor, bound.get("ord", 2), bound.get("dtype")) for tensor in args[0]]
+    if name == "_foreach_max":
+        return [tensor.max() for tensor in args[0]]
+    if name in ("_foreach_mm", "_foreach_powsum"):
+        raise NeedsWhole
     first = next(value for value in args if isinstance(value, list | tuple))
     specs = [tensor.spec if isinstance(tensor, cls) else None for tensor in first]
     lists = [value for value in [*args, *kwargs.values()] if isinstance(value, list | tuple)]
@@ -231,11 +236,16 @@ def _reduction(
         share: Share = bound["self"]
         if not share.spec.shape.numel():
             raise NeedsWhole
-        piece = share.piece.detach()
-        partial = (
-            reduce(piece).double().cpu() if piece.numel() else torch.tensor(neutral, dtype=torch.float64, device="cpu")
-        )
-        value = combine(share.spec.holders.combined(partial.reshape(1)))
+        piece, holders = share.piece.detach(), share.spec.holders
+        if share.dtype.is_floating_point or share.dtype.is_complex:
+            partial = reduce(piece).double().cpu() if piece.numel() else _number(neutral, torch.float64)
+            value = combine(holders.combined(partial.reshape(1)))
+        else:  # float64, which travels, would round an integer, and holds each half of it
+            limits = torch.iinfo(torch.int64)
+            least = _number(min(max(neutral, limits.min), limits.max), torch.int64)
+            partial = reduce(piece).long().cpu() if piece.numel() else least
+            halves = holders.combined(torch.stack([partial >> 32, partial & 0xFFFFFFFF])).long()
+            value = combine((halves[:, :1] << 32) + halves[:, 1:])
         dtype = bound.get("dtype") or result or share.dtype
         if reduce is _wide_sum and not dtype.is_floating_point:
             dtype = torch.int64  # as in torch
@@ -249,8 +259,14 @@ def _mean(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _reduction(_wide_sum, lambda everyone: everyone.sum(0) / count, 0.0)(cls, func, args, kwargs)
 
 
+def _number(value: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
 def _wide_sum(piece: torch.Tensor) -> torch.Tensor:
-    return piece.sum(dtype=torch.float64) if piece.device.type != "mps" else piece.sum()
+    # Sums of integers are exact, and mps has no float64.
+    plain = piece.device.type == "mps" or not piece.is_floating_point()
+    return piece.sum() if plain else piece.sum(dtype=torch.float64)
 
 
 def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
