@@ -140,11 +140,6 @@ def test_what_cannot_work_is_one_sentence() -> None:
     model, other = Blocks(), Blocks()
     with refused("parameters of SGD are not parameters"):
         fabric.setup(model, torch.optim.SGD(other.parameters(), 0.1))
-    scheduled = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(scheduled)
-    with refused("pass it along"):
-        fabric.setup(model, scheduled)
-    assert scheduler.optimizer is scheduled
     module = fabric.setup_module(Blocks())
     with refused(r"fabric.setup_optimizers\(SGD\)"):
         fabric.setup_optimizers(torch.optim.SGD(other.parameters(), 0.1))

@@ -20,7 +20,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -29,7 +28,6 @@ from thinwire.integrations.common.mixed import scale_like
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
     combines,
-    follow,
     is_sharded,
     names_of,
     over_shares,
@@ -148,9 +146,6 @@ class ThinwireAccelerator(Accelerator):
             if isinstance(item, nn.Module) and _is_trained(item):
                 self._shard(item, placement)
         made = self._over_shares([item for item in args if _is_plain_optimizer(item)])
-        for item in args:
-            if isinstance(item, LRScheduler) and id(item.optimizer) in made:
-                follow(item, made[id(item.optimizer)])
         self._names.clear()
         return super().prepare(*(made.get(id(item), item) for item in args), device_placement=device_placement)
 

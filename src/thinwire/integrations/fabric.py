@@ -24,7 +24,7 @@ from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
-from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
@@ -162,19 +162,11 @@ class ThinwireFabricStrategy(DDPStrategy):
                 nothing back.
 
         Raises:
-            UsageError: An optimizer is not the module's, or a scheduler of a single one is not passed.
+            UsageError: An optimizer is not the module's.
         """
-        following = [item for item in scheduler if item is not None]
-        if not following and len(optimizers) == 1:
-            _refuse_scheduled(
-                optimizers[0],
-                "pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards",
-            )
         names = names_of(module)
         forward = self.setup_module(module)
         made = self._over_shares(module, optimizers, names)
-        for item in following:
-            follow(item, made[0])
         parts: Any = (forward, made, *scheduler)
         return parts  # type: ignore[no-any-return]
 
@@ -190,10 +182,9 @@ class ThinwireFabricStrategy(DDPStrategy):
         """Make an optimizer of all of a sharded module's parameters anew over this rank's share. Collective.
 
         Raises:
-            UsageError: The optimizer was made before the module was sharded, or a scheduler follows it.
+            UsageError: The optimizer was made before the module was sharded.
         """
         if not isinstance(optimizer, ShardedOptimizer):
-            _refuse_scheduled(optimizer, "make it after fabric.setup_optimizers")
             kind = f"fabric.setup_optimizers({type(optimizer).__name__})"
             first = next(iter(optimizer.param_groups[0]["params"]))
             for module in self._sharded:
@@ -331,14 +322,6 @@ class _Sharded:
         """The directory of each module, the module, and its optimizers."""
         for key, module in self.modules.items():
             yield path if len(self.modules) == 1 else path / key, module, self._optimizers[key]
-
-
-def _refuse_scheduled(optimizer: torch.optim.Optimizer, remedy: str) -> None:
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise UsageError(
-            f"fabric.setup: a learning-rate scheduler follows {type(optimizer).__name__}, which is made anew over "
-            f"shares; {remedy}"
-        )
 
 
 register(STRATEGY_REGISTRY, ThinwireFabricStrategy)

@@ -22,7 +22,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.common.automatic import automatic_plan
-from thinwire.integrations.common.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
+from thinwire.integrations.common.optimizers import begin_micro_batch, is_sharded, names_of, over_shares
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
@@ -124,8 +124,6 @@ class ThinwireTrainerMixin:
                 f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
                 "freeze the others, or train with bf16=True"
             )
-        if getattr(self.lr_scheduler, "optimizer", None) is made:
-            follow(self.lr_scheduler, optimizer)
         self.optimizer = SteppingOptimizer(optimizer)
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]

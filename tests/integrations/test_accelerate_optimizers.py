@@ -1,0 +1,73 @@
+"""Optimizers and schedulers in loops of accelerate, beside the same loops over its own DDP."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import on_ranks
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
+
+accelerate = pytest.importorskip("accelerate")
+
+from tests.support.frameworks.accelerate import job  # noqa: E402
+
+from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
+
+
+def accelerator_of(plan: str | None, **options: Any) -> Any:
+    """Of accelerate itself, or over a plan."""
+    if plan is None:
+        return accelerate.Accelerator(cpu=True, **options)
+    return ThinwireAccelerator(cpu=True, plan=plan, **options)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any = None) -> dict[str, torch.Tensor]:
+    """The whole weights after four steps."""
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        accelerator.backward(model(torch.randn(3, 4)).square().mean())
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    weights: dict[str, torch.Tensor] = accelerator.get_state_dict(model)
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def assert_equals_ddp(program: Callable[[str | None], dict[str, torch.Tensor]], *plans: str) -> None:
+    """Compare the weights that a program trains."""
+    with job():
+        want = program(None)
+    for plan in plans or ("zero1", "zero3"):
+        with job():
+            got = program(plan)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=plan)
+
+
+def scheduled(plan: str | None, passed: str) -> dict[str, torch.Tensor]:
+    accelerator, model = accelerator_of(plan), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parts: list[Any] = [StepLR(optimizer, 1, 0.5), OneCycleLR(optimizer, 0.1, total_steps=9)]
+    scheduler = SequentialLR(optimizer, parts, [1])
+    model, prepared = accelerator.prepare(model, optimizer)
+    if passed == "later":
+        scheduler = accelerator.prepare(scheduler)
+    return train(accelerator, model, prepared, scheduler)
+
+
+@pytest.mark.parametrize("passed", ["never", "later"])
+@on_ranks(2)
+def test_schedulers_that_prepare_is_not_given_set_the_rates(passed: str) -> None:
+    warnings.simplefilter("error", UserWarning)  # schedulers warn if they see no step of the optimizer
+    assert_equals_ddp(lambda plan: scheduled(plan, passed))
