@@ -71,3 +71,36 @@ def scheduled(plan: str | None, passed: str) -> dict[str, torch.Tensor]:
 def test_schedulers_that_prepare_is_not_given_set_the_rates(passed: str) -> None:
     warnings.simplefilter("error", UserWarning)  # schedulers warn if they see no step of the optimizer
     assert_equals_ddp(lambda plan: scheduled(plan, passed))
+
+
+class Clamped(torch.optim.SGD):
+    """Keeps an option that is no default, and takes the model."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.1, largest: float = 10.0) -> None:
+        super().__init__(model.parameters(), lr=lr, momentum=0.9)
+        self.largest = largest
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.clamp_(-self.largest, self.largest)
+        super().step(closure)
+
+
+def hooked(plan: str | None) -> dict[str, torch.Tensor]:
+    accelerator, model, steps = accelerator_of(plan), build(), list[Any]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    weights = train(accelerator, *accelerator.prepare(model, optimizer))
+    assert len(steps) == 4
+    return weights
+
+
+def clamped(plan: str | None) -> dict[str, torch.Tensor]:
+    accelerator, model = accelerator_of(plan), build()
+    return train(accelerator, *accelerator.prepare(model, Clamped(model, largest=1e-3)))
+
+
+@on_ranks(2)
+def test_optimizers_that_their_options_do_not_tell_train_as_they_are() -> None:
+    assert_equals_ddp(hooked)
+    assert_equals_ddp(clamped)

@@ -46,7 +46,9 @@ STATE: Final = "thinwire"
 """Name of the directory with the sharded state of the first model inside a checkpoint."""
 
 _TOGETHER: Final = "pass the model and the optimizer to one call of prepare"
-_ONE_SCALE: Final = 'mixed_precision = "fp16" trains one model by one optimizer, which has a loss scale; use "bf16"'
+_ONE_SCALE: Final = (
+    'mixed_precision = "fp16" trains one model by one optimizer that updates all of it and has no hooks; use "bf16"'
+)
 _COMPUTE_DTYPES: Final = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 """Values of ``mixed_precision``, and the ``compute_dtype`` that has the same effect; ``None``: the plan's own."""
 

@@ -121,8 +121,8 @@ class ThinwireTrainerMixin:
         (optimizer,) = over_shares(self.model, [made], names, remedy=_REMEDY, loss_scale=self.loss_scale)
         if self.loss_scale is not None and not isinstance(optimizer, ShardedOptimizer):
             raise UsageError(
-                f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
-                "freeze the others, or train with bf16=True"
+                f"fp16=True: {type(made).__name__} updates some of the parameters or has hooks, and the loss scale "
+                "needs one that updates all and has none; freeze the others, or train with bf16=True"
             )
         self.optimizer = SteppingOptimizer(optimizer)
         self.accelerator._optimizers.append(self.optimizer)

@@ -16,7 +16,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
-from thinwire.sharding.optimizer.probes import has_modes, states_are_alike
+from thinwire.sharding.optimizer.probes import has_modes, options_tell_all, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of, sharded_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
@@ -47,7 +47,7 @@ def over_shares(
 
     One that updates the whole model piece by piece is made anew by :func:`thinwire.optimizer`, which is faster, with
     the same class, groups and options; schedulers of the old one set the new one's rates. Others stay what they are,
-    over ``model.parameters()``; so do several.
+    over ``model.parameters()``: several, and those with hooks or attributes that their options do not tell.
 
     Args:
         model: The sharded model.
@@ -79,7 +79,7 @@ def over_shares(
         _stand_for(made, new)
         return [new]
     for made in optimizers if not whole_states else ():
-        if not states_are_alike(type(made), _options(made), sharded_of(model).device):
+        if not states_are_alike(made, sharded_of(model).device):
             refuse_class(model, type(made), _options(made))
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
@@ -113,6 +113,8 @@ def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     given = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     everything = list(model.parameters())
     if has_modes(made):  # which it sets on the parameters themselves
+        return False
+    if not options_tell_all(made, _options(made), sharded_of(model).device):
         return False
     if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
