@@ -149,12 +149,15 @@ class ThinwireTrainerMixin:
         return chosen.with_(recompute=False)  # the trainer itself recomputes
 
     def _scale_losses(self) -> None:
-        """Multiply losses by a loss scale of thinwire's before their backwards."""
+        """Multiply losses by a loss scale of thinwire's before their backwards, and divide gradients by it."""
         self.loss_scale = LossScale()
-        self.accelerator.scaler = None
-        backward = self.accelerator.backward
-        # The trainer scales a loss nowhere else than in its accelerator, which it makes itself.
-        self.accelerator.backward = lambda loss, **kwargs: backward(self.loss_scale.scale(loss), **kwargs)
+        accelerator = self.accelerator
+        accelerator.scaler = None
+        # The trainer scales a loss nowhere else than in its accelerator, which it makes itself. With model_init, each
+        # train() comes here.
+        backward = functools.partial(type(accelerator).backward, accelerator)
+        accelerator.backward = lambda loss, **kwargs: backward(self.loss_scale.scale(loss), **kwargs)
+        accelerator.unscale_gradients = lambda *_, **__: tw.clip_grad_norm_(self.model, float("inf"))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log values; with a loss scale, also the scale and the number of steps that were skipped so far."""
