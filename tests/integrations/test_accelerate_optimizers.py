@@ -104,3 +104,21 @@ def clamped(plan: str | None) -> dict[str, torch.Tensor]:
 def test_optimizers_that_their_options_do_not_tell_train_as_they_are() -> None:
     assert_equals_ddp(hooked)
     assert_equals_ddp(clamped)
+
+
+@on_ranks(2)
+def test_gradients_of_float16_are_unscaled_once() -> None:
+    """A norm that the loop itself computes is that of float32, and clipping divides no more."""
+    norms = []
+    for precision in ("no", "fp16"):
+        with job():
+            scaling = accelerate.utils.GradScalerKwargs(init_scale=2.0**10)
+            accelerator = accelerator_of("zero3", mixed_precision=precision, kwargs_handlers=[scaling])
+            model = build()
+            model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            torch.manual_seed(dist.get_rank())
+            accelerator.backward(model(torch.randn(3, 4)).square().mean())
+            accelerator.unscale_gradients()
+            norms.append(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+    assert [float(norm) for norm in norms] == pytest.approx([float(norms[0])] * 4, rel=1e-2)

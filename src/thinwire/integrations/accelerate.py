@@ -321,6 +321,16 @@ class ThinwireAccelerator(Accelerator):
         self._prepare_clipping("clip_grad_value_")
         nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradient by the loss scale, if there is one; once in a step, whatever clips it afterwards.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or no model is prepared.
+        """
+        del optimizer
+        if self.mixed_precision == "fp16":
+            self._prepare_clipping("unscale_gradients")
+
     def _prepare_clipping(self, call: str) -> None:
         if not self._trained:
             raise UsageError(f"{call}: no model is prepared for training; call prepare before")
