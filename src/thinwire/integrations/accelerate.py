@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, convert_outputs_to_fp32
 from torch import nn
 
 import thinwire as tw
@@ -122,8 +122,8 @@ class ThinwireAccelerator(Accelerator):
         self._plan, self._frozen = plan, frozen
         self._names: dict[int, dict[int, str]] = defaultdict(dict)
         self._forget()
-        # The plan's compute_dtype takes the place of autocast, and a loss scale that of torch's GradScaler.
-        self.native_amp, self.scaler = False, None
+        # A loss scale takes the place of torch's GradScaler.
+        self.native_amp, self.scaler = self.mixed_precision != "no", None
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
 
@@ -184,16 +184,22 @@ class ThinwireAccelerator(Accelerator):
 
     def _shard(self, model: Any, device_placement: bool | None) -> None:
         self._names[id(model)] = names_of(model)
+        dtype = _COMPUTE_DTYPES[self.mixed_precision]
         if not is_sharded(model):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
             mesh = launched_mesh(self.num_processes)
-            dtype, micro_batches = _COMPUTE_DTYPES[self.mixed_precision], self.gradient_accumulation_steps
+            micro_batches = self.gradient_accumulation_steps
             tw.shard(model, plan_for(model, self._plan, mesh, dtype, self.device, micro_batches=micro_batches))
             if not hasattr(model, "no_sync"):
                 model.no_sync = MethodType(without_sync, model)  # which loops call on the wrapper that DDP returns
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())
+        if dtype is not None and not getattr(model, "_is_accelerate_prepared", False):
+            # As accelerate's own: losses in the forward are those of float32, and so are outputs. Parameters are not
+            # cast here, so that there is nothing to cache.
+            autocast = torch.autocast(self.device.type, dtype=getattr(torch, dtype), cache_enabled=False)
+            model.forward = convert_outputs_to_fp32(autocast(model.forward))
         if not any(model is known for known in self._trained):
             self._trained.append(model)
         if plan_of(model).scales_loss:

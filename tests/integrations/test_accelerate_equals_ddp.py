@@ -1,4 +1,4 @@
-"""Optimizers and schedulers in loops of accelerate, beside the same loops over its own DDP."""
+"""What loops by hand meet under accelerate, beside the same loops over its own DDP: each thing by itself."""
 
 from __future__ import annotations
 
@@ -122,3 +122,30 @@ def test_gradients_of_float16_are_unscaled_once() -> None:
             norms.append(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
             norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
     assert [float(norm) for norm in norms] == pytest.approx([float(norms[0])] * 4, rel=1e-2)
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = build()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.body(x)
+        return {"loss": (made - 100).square().mean(), "made": made}
+
+
+def in_bfloat16(plan: str | None) -> dict[str, torch.Tensor]:
+    accelerator, model = accelerator_of(plan, mixed_precision="bf16"), WithLoss()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    with accelerator.autocast():
+        product = x @ x.T
+    return {**model(x), "product": product, "again": accelerator.prepare(model)(x)["made"]}
+
+
+@on_ranks(2)
+def test_losses_and_outputs_have_the_dtypes_of_accelerate() -> None:
+    assert_equals_ddp(in_bfloat16)
