@@ -149,3 +149,16 @@ def in_bfloat16(plan: str | None) -> dict[str, torch.Tensor]:
 @on_ranks(2)
 def test_losses_and_outputs_have_the_dtypes_of_accelerate() -> None:
     assert_equals_ddp(in_bfloat16)
+
+
+def normed(plan: str | None) -> dict[str, torch.Tensor]:
+    """What each rank computes by the running statistics, of which DDP keeps the first rank's."""
+    accelerator, model = accelerator_of(plan), nn.Sequential(build(), nn.BatchNorm1d(1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer)
+    return {"evaluated": accelerator.gather(model.eval()(torch.ones(1, 4)).detach())}
+
+
+@on_ranks(2)
+def test_ranks_evaluate_by_the_first_ones_statistics() -> None:
+    assert_equals_ddp(normed)

@@ -34,6 +34,7 @@ from thinwire.integrations.common.optimizers import (
     without_sync,
 )
 from thinwire.integrations.common.plans import launched_mesh
+from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
@@ -60,25 +61,30 @@ _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 
 
 class SteppingOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped.
+    """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped, and gives all
+    ranks the first one's running statistics.
 
     Args:
         optimizer: The optimizer.
+        models: The models that it updates.
     """
 
     optimizer: Any
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
         # accelerate would move the optimizer's state to the device by a state dict of everything.
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True
         self._skipped_before = 0
+        self._norms = [norm for model in models for norm in norms_with_statistics(model)]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Make a step, if this is the last micro-batch of one."""
         if self._has_loss_scale:
             self._skipped_before = self.optimizer.skipped_steps
         super().step(closure)
+        if self.gradient_state.sync_gradients:
+            share_statistics(self._norms)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -167,8 +173,9 @@ class ThinwireAccelerator(Accelerator):
     ) -> torch.optim.Optimizer:
         """Make an optimizer anew over shares; see :meth:`prepare`."""
         if _is_plain_optimizer(optimizer):
-            known = any(optimizer is item for items in self._updating.values() for item in items)
-            optimizer = SteppingOptimizer(optimizer if known else self._over_shares([optimizer])[id(optimizer)])
+            if not any(optimizer is item for items in self._updating.values() for item in items):
+                optimizer = self._over_shares([optimizer])[id(optimizer)]
+            optimizer = SteppingOptimizer(optimizer, self._owners(optimizer))
         prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 

@@ -25,6 +25,7 @@ from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
@@ -100,6 +101,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         self._plan, self._frozen = plan, frozen
         self._building = Building(self.broadcast)
         self._sharded: WeakSet[nn.Module] = WeakSet()
+        self._norms: list[nn.Module] = []
         super().__init__(**options)
         self._backward_sync_control: Any = _SyncControl()
 
@@ -148,6 +150,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         device = self.root_device
         self._building.shard(module, lambda: plan_for(module, self._plan, mesh, dtype, device), device)
         self._sharded.add(module)
+        self._norms += norms_with_statistics(module)
         return _Forward(module)
 
     def setup_module_and_optimizers(
@@ -198,6 +201,12 @@ class ThinwireFabricStrategy(DDPStrategy):
                 'loss_scale=getattr(fabric.strategy.precision, "loss_scale", None))'
             )
         return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Make a step, and give all ranks the first one's running statistics. Collective."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        share_statistics(self._norms)
+        return result
 
     def clip_gradients_norm(
         self,
