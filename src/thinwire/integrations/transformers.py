@@ -24,6 +24,7 @@ from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.common.automatic import automatic_plan
 from thinwire.integrations.common.optimizers import begin_micro_batch, is_sharded, names_of, over_shares
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
+from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.streaming import with_whole_state
@@ -41,6 +42,7 @@ _REFUSED: Final = {
 """Arguments that ask for another engine, and what to do instead."""
 
 _REMEDY: Final = "pass the model and its optimizer to one trainer"
+_PLAIN: Final = "Look at state_dict() of your learning-rate scheduler"
 
 
 @dataclass
@@ -218,7 +220,7 @@ class ThinwireTrainerMixin:
             trainer._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        extra = {"scheduler": encoded(self.lr_scheduler.state_dict(), _PLAIN)}
         frozen = Path(output_dir).parent if self._frozen is None else self._frozen
         tw.save(self.model, self.optimizer.optimizer, Path(output_dir, STATE), extra=extra, frozen=frozen)
 
@@ -229,7 +231,9 @@ class ThinwireTrainerMixin:
             _check_weights_only(Path(checkpoint))
             return
         extra = tw.load(self.model, self.optimizer.optimizer, Path(checkpoint, STATE))
-        self.lr_scheduler.load_state_dict(extra["scheduler"])
+        state = extra["scheduler"]
+        plain = state.keys() != {"dict"}  # as releases up to 0.2 wrote it
+        self.lr_scheduler.load_state_dict(state if plain else decoded(state))
 
 
 class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
