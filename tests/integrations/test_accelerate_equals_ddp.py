@@ -162,3 +162,19 @@ def normed(plan: str | None) -> dict[str, torch.Tensor]:
 @on_ranks(2)
 def test_ranks_evaluate_by_the_first_ones_statistics() -> None:
     assert_equals_ddp(normed)
+
+
+def two_phases(plan: str | None) -> dict[str, torch.Tensor]:
+    accelerator, model = accelerator_of(plan), build()
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=1e-2))
+        weights = train(accelerator, model, optimizer)
+        accelerator.free_memory()
+        if plan is None:
+            model = accelerator.unwrap_model(model)
+    return weights
+
+
+@on_ranks(2)
+def test_a_second_phase_has_an_optimizer_of_its_own() -> None:
+    assert_equals_ddp(two_phases)

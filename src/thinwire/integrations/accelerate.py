@@ -229,7 +229,10 @@ class ThinwireAccelerator(Accelerator):
                 continue
             kind = type(given[0]).__name__
             if id(model) in self._updating:
-                raise UsageError(f"prepare({kind}): the model has an optimizer; pass all of them to one prepare")
+                raise UsageError(
+                    f"prepare({kind}): the model has an optimizer: pass all that train it together to one prepare; or, "
+                    "to go on with a new one, call accelerator.free_memory(), and prepare the model with it"
+                )
             names = self._names[id(model)]
             trained = over_shares(model, given, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
             if self.loss_scale is not None and not isinstance(trained[0], ShardedOptimizer):
