@@ -140,11 +140,6 @@ def test_what_cannot_work_is_one_sentence() -> None:
     model, other = Blocks(), Blocks()
     with refused("parameters of SGD are not parameters"):
         fabric.setup(model, torch.optim.SGD(other.parameters(), 0.1))
-    scheduled = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(scheduled)
-    with refused("pass it along"):
-        fabric.setup(model, scheduled)
-    assert scheduler.optimizer is scheduled
     module = fabric.setup_module(Blocks())
     with refused(r"fabric.setup_optimizers\(SGD\)"):
         fabric.setup_optimizers(torch.optim.SGD(other.parameters(), 0.1))
@@ -196,3 +191,15 @@ def test_several_modules_and_optimizers_equal_ddp(tmp_path: Path) -> None:
     expected = adversaries(fabric_of(2, DDPStrategy(find_unused_parameters=True)), f"{folder}/ddp")
     for name in ("thinwire", "thinwire_zero1"):
         assert all(map(torch.equal, adversaries(fabric_of(2, name), f"{folder}/{name}"), expected)), name
+
+
+@on_ranks(2)
+def test_ranks_keep_the_first_ones_statistics() -> None:
+    fabric, module = fabric_of(2, "thinwire"), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 0.1))
+    torch.manual_seed(fabric.global_rank)
+    fabric.backward(model(torch.randn(3, 4)).square().mean())
+    optimizer.step()
+    first, second = fabric.all_gather(module[1].running_mean)
+    assert torch.equal(first, second)
+    assert first.any()

@@ -11,18 +11,24 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from torch.optim.lr_scheduler import ChainedScheduler
 
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
 
 
 class Saved(Blocks):
-    """Has hyper-parameters, and a state that is no tensor."""
+    """Has hyper-parameters, a state that is no tensor, and a schedule inside another."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.words = "untouched"
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["lr_scheduler"]["scheduler"] = ChainedScheduler([made["lr_scheduler"]["scheduler"]])
+        return made
 
     def get_extra_state(self) -> Any:
         return {"words": self.words}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.support.frameworks.transformers import (
     build,
 )
 from tests.support.ranks import on_ranks
+from torch.optim import lr_scheduler as schedulers
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -252,6 +253,46 @@ def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
     again = trained(tmp_path, "zero3", True, max_steps=7)
     want, got = ([entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again))
     assert got == pytest.approx(want, rel=1e-4)
+
+
+class Decay:
+    """A schedule with a state of its own."""
+
+    def __init__(self, factor: float) -> None:
+        self.factors = (factor,)
+
+    def __call__(self, step: int) -> float:
+        return self.factors[0] ** step
+
+
+def scheduled(directory: Path, kind: Callable[..., Any], option: Any) -> Any:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = arguments(directory, ThinwireArguments, plan="zero1")
+    trainer = ThinwireTrainer(model, settings, optimizers=(optimizer, kind(optimizer, option)))
+    trainer.create_optimizer()
+    return trainer
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_checkpoints_hold_states_of_any_scheduler(tmp_path: Path) -> None:
+    kinds: list[tuple[Callable[..., Any], Any, Any]] = [
+        (schedulers.ReduceLROnPlateau, "min", "max"),
+        (schedulers.MultiStepLR, [2, 5], [7]),
+        (schedulers.LambdaLR, Decay(0.5), Decay(0.1)),
+        (schedulers.StepLR, 2, 3),
+    ]
+    for kind, option, other in kinds:
+        saved, loaded = scheduled(tmp_path, kind, option), scheduled(tmp_path, kind, other)
+        state = saved.lr_scheduler.state_dict()
+        saved._save_optimizer_and_scheduler(str(tmp_path / kind.__name__))
+        loaded._load_optimizer_and_scheduler(str(tmp_path / kind.__name__))
+        assert loaded.lr_scheduler.state_dict() == state
+    tw.save(saved.model, saved.optimizer.optimizer, tmp_path / "old" / "thinwire", extra={"scheduler": state})
+    loaded = scheduled(tmp_path, schedulers.StepLR, 3)
+    loaded._load_optimizer_and_scheduler(str(tmp_path / "old"))
+    assert loaded.lr_scheduler.state_dict() == state, "as releases up to 0.2 wrote it"
 
 
 # ------------------------------------------------------------------------------------------------------ callbacks

@@ -207,6 +207,28 @@ def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
+class Clipping(transformers.TrainerCallback):  # type: ignore[misc]
+    """Clips by the accelerator, which divides by the loss scale before."""
+
+    trainer: Any
+
+    def on_pre_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        self.trainer.accelerator.clip_grad_norm_(kwargs["model"].parameters(), 1e9)
+
+
+@on_ranks(2)
+def test_float16_scales_losses_of_each_training_once(tmp_path: Path) -> None:
+    settings = arguments(tmp_path, ThinwireArguments, max_steps=2, fp16=True, max_grad_norm=0.0)
+    clipping = Clipping()
+    trainer = ThinwireTrainer(model_init=build, args=settings, train_dataset=Text(8), callbacks=[clipping])
+    clipping.trainer = trainer
+    norms = []
+    for _ in range(2):
+        trainer.train()
+        norms.append([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
+    assert norms[1] == pytest.approx(norms[0])
+
+
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_compiled_models_train_as_under_ddp(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, convert_outputs_to_fp32
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -29,13 +28,13 @@ from thinwire.integrations.common.mixed import scale_like
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
     combines,
-    follow,
     is_sharded,
     names_of,
     over_shares,
     without_sync,
 )
 from thinwire.integrations.common.plans import launched_mesh
+from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
@@ -48,7 +47,9 @@ STATE: Final = "thinwire"
 """Name of the directory with the sharded state of the first model inside a checkpoint."""
 
 _TOGETHER: Final = "pass the model and the optimizer to one call of prepare"
-_ONE_SCALE: Final = 'mixed_precision = "fp16" trains one model by one optimizer, which has a loss scale; use "bf16"'
+_ONE_SCALE: Final = (
+    'mixed_precision = "fp16" trains one model by one optimizer that updates all of it and has no hooks; use "bf16"'
+)
 _COMPUTE_DTYPES: Final = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 """Values of ``mixed_precision``, and the ``compute_dtype`` that has the same effect; ``None``: the plan's own."""
 
@@ -60,25 +61,30 @@ _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 
 
 class SteppingOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped.
+    """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped, and gives all
+    ranks the first one's running statistics.
 
     Args:
         optimizer: The optimizer.
+        models: The models that it updates.
     """
 
     optimizer: Any
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
         # accelerate would move the optimizer's state to the device by a state dict of everything.
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True
         self._skipped_before = 0
+        self._norms = [norm for model in models for norm in norms_with_statistics(model)]
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Make a step, if this is the last micro-batch of one."""
         if self._has_loss_scale:
             self._skipped_before = self.optimizer.skipped_steps
         super().step(closure)
+        if self.gradient_state.sync_gradients:
+            share_statistics(self._norms)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -122,8 +128,8 @@ class ThinwireAccelerator(Accelerator):
         self._plan, self._frozen = plan, frozen
         self._names: dict[int, dict[int, str]] = defaultdict(dict)
         self._forget()
-        # The plan's compute_dtype takes the place of autocast, and a loss scale that of torch's GradScaler.
-        self.native_amp, self.scaler = False, None
+        # A loss scale takes the place of torch's GradScaler.
+        self.native_amp, self.scaler = self.mixed_precision != "no", None
         self.register_save_state_pre_hook(self._save_shares)
         self.register_load_state_pre_hook(self._load_shares)
 
@@ -148,9 +154,6 @@ class ThinwireAccelerator(Accelerator):
             if isinstance(item, nn.Module) and _is_trained(item):
                 self._shard(item, placement)
         made = self._over_shares([item for item in args if _is_plain_optimizer(item)])
-        for item in args:
-            if isinstance(item, LRScheduler) and id(item.optimizer) in made:
-                follow(item, made[id(item.optimizer)])
         self._names.clear()
         return super().prepare(*(made.get(id(item), item) for item in args), device_placement=device_placement)
 
@@ -170,8 +173,9 @@ class ThinwireAccelerator(Accelerator):
     ) -> torch.optim.Optimizer:
         """Make an optimizer anew over shares; see :meth:`prepare`."""
         if _is_plain_optimizer(optimizer):
-            known = any(optimizer is item for items in self._updating.values() for item in items)
-            optimizer = SteppingOptimizer(optimizer if known else self._over_shares([optimizer])[id(optimizer)])
+            if not any(optimizer is item for items in self._updating.values() for item in items):
+                optimizer = self._over_shares([optimizer])[id(optimizer)]
+            optimizer = SteppingOptimizer(optimizer, self._owners(optimizer))
         prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 
@@ -187,16 +191,22 @@ class ThinwireAccelerator(Accelerator):
 
     def _shard(self, model: Any, device_placement: bool | None) -> None:
         self._names[id(model)] = names_of(model)
+        dtype = _COMPUTE_DTYPES[self.mixed_precision]
         if not is_sharded(model):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
             mesh = launched_mesh(self.num_processes)
-            dtype, micro_batches = _COMPUTE_DTYPES[self.mixed_precision], self.gradient_accumulation_steps
+            micro_batches = self.gradient_accumulation_steps
             tw.shard(model, plan_for(model, self._plan, mesh, dtype, self.device, micro_batches=micro_batches))
             if not hasattr(model, "no_sync"):
                 model.no_sync = MethodType(without_sync, model)  # which loops call on the wrapper that DDP returns
             if self.state.dynamo_plugin.backend != DynamoBackend.NO:
                 model.compile(**self.state.dynamo_plugin.to_kwargs())
+        if dtype is not None and not getattr(model, "_is_accelerate_prepared", False):
+            # As accelerate's own: losses in the forward are those of float32, and so are outputs. Parameters are not
+            # cast here, so that there is nothing to cache.
+            autocast = torch.autocast(self.device.type, dtype=getattr(torch, dtype), cache_enabled=False)
+            model.forward = convert_outputs_to_fp32(autocast(model.forward))
         if not any(model is known for known in self._trained):
             self._trained.append(model)
         if plan_of(model).scales_loss:
@@ -219,7 +229,10 @@ class ThinwireAccelerator(Accelerator):
                 continue
             kind = type(given[0]).__name__
             if id(model) in self._updating:
-                raise UsageError(f"prepare({kind}): the model has an optimizer; pass all of them to one prepare")
+                raise UsageError(
+                    f"prepare({kind}): the model has an optimizer: pass all that train it together to one prepare; or, "
+                    "to go on with a new one, call accelerator.free_memory(), and prepare the model with it"
+                )
             names = self._names[id(model)]
             trained = over_shares(model, given, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
             if self.loss_scale is not None and not isinstance(trained[0], ShardedOptimizer):
@@ -323,6 +336,16 @@ class ThinwireAccelerator(Accelerator):
         """
         self._prepare_clipping("clip_grad_value_")
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradient by the loss scale, if there is one; once in a step, whatever clips it afterwards.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or no model is prepared.
+        """
+        del optimizer
+        if self.mixed_precision == "fp16":
+            self._prepare_clipping("unscale_gradients")
 
     def _prepare_clipping(self, call: str) -> None:
         if not self._trained:

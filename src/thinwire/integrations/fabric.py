@@ -24,7 +24,8 @@ from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
-from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
@@ -100,6 +101,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         self._plan, self._frozen = plan, frozen
         self._building = Building(self.broadcast)
         self._sharded: WeakSet[nn.Module] = WeakSet()
+        self._norms: list[nn.Module] = []
         super().__init__(**options)
         self._backward_sync_control: Any = _SyncControl()
 
@@ -148,6 +150,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         device = self.root_device
         self._building.shard(module, lambda: plan_for(module, self._plan, mesh, dtype, device), device)
         self._sharded.add(module)
+        self._norms += norms_with_statistics(module)
         return _Forward(module)
 
     def setup_module_and_optimizers(
@@ -162,19 +165,11 @@ class ThinwireFabricStrategy(DDPStrategy):
                 nothing back.
 
         Raises:
-            UsageError: An optimizer is not the module's, or a scheduler of a single one is not passed.
+            UsageError: An optimizer is not the module's.
         """
-        following = [item for item in scheduler if item is not None]
-        if not following and len(optimizers) == 1:
-            _refuse_scheduled(
-                optimizers[0],
-                "pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards",
-            )
         names = names_of(module)
         forward = self.setup_module(module)
         made = self._over_shares(module, optimizers, names)
-        for item in following:
-            follow(item, made[0])
         parts: Any = (forward, made, *scheduler)
         return parts  # type: ignore[no-any-return]
 
@@ -190,10 +185,9 @@ class ThinwireFabricStrategy(DDPStrategy):
         """Make an optimizer of all of a sharded module's parameters anew over this rank's share. Collective.
 
         Raises:
-            UsageError: The optimizer was made before the module was sharded, or a scheduler follows it.
+            UsageError: The optimizer was made before the module was sharded.
         """
         if not isinstance(optimizer, ShardedOptimizer):
-            _refuse_scheduled(optimizer, "make it after fabric.setup_optimizers")
             kind = f"fabric.setup_optimizers({type(optimizer).__name__})"
             first = next(iter(optimizer.param_groups[0]["params"]))
             for module in self._sharded:
@@ -207,6 +201,12 @@ class ThinwireFabricStrategy(DDPStrategy):
                 'loss_scale=getattr(fabric.strategy.precision, "loss_scale", None))'
             )
         return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Make a step, and give all ranks the first one's running statistics. Collective."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        share_statistics(self._norms)
+        return result
 
     def clip_gradients_norm(
         self,
@@ -331,14 +331,6 @@ class _Sharded:
         """The directory of each module, the module, and its optimizers."""
         for key, module in self.modules.items():
             yield path if len(self.modules) == 1 else path / key, module, self._optimizers[key]
-
-
-def _refuse_scheduled(optimizer: torch.optim.Optimizer, remedy: str) -> None:
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise UsageError(
-            f"fabric.setup: a learning-rate scheduler follows {type(optimizer).__name__}, which is made anew over "
-            f"shares; {remedy}"
-        )
 
 
 register(STRATEGY_REGISTRY, ThinwireFabricStrategy)

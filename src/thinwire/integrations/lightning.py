@@ -33,7 +33,7 @@ from thinwire.integrations.common.mixed import (
     restore_scaler,
     scaler_state,
 )
-from thinwire.integrations.common.optimizers import follow, is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import (
     load_whole_share_state,
@@ -212,7 +212,7 @@ class ThinwireStrategy(DDPStrategy):
         )
         if isinstance(made[0], ShardedOptimizer):
             for config in self.lr_scheduler_configs:
-                follow(config.scheduler, made[0])
+                config.scheduler.optimizer = made[0]  # by which Lightning's callbacks tell whose scheduler it is
             groups = [group["params"] for group in self.optimizers[0].param_groups]
             # Names of the parameters of each group.
             self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]

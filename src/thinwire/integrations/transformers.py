@@ -22,8 +22,9 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
 from thinwire.integrations.common.automatic import automatic_plan
-from thinwire.integrations.common.optimizers import begin_micro_batch, follow, is_sharded, names_of, over_shares
+from thinwire.integrations.common.optimizers import begin_micro_batch, is_sharded, names_of, over_shares
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
+from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.streaming import with_whole_state
@@ -41,6 +42,7 @@ _REFUSED: Final = {
 """Arguments that ask for another engine, and what to do instead."""
 
 _REMEDY: Final = "pass the model and its optimizer to one trainer"
+_PLAIN: Final = "Look at state_dict() of your learning-rate scheduler"
 
 
 @dataclass
@@ -121,12 +123,10 @@ class ThinwireTrainerMixin:
         (optimizer,) = over_shares(self.model, [made], names, remedy=_REMEDY, loss_scale=self.loss_scale)
         if self.loss_scale is not None and not isinstance(optimizer, ShardedOptimizer):
             raise UsageError(
-                f"fp16=True: {type(made).__name__} updates some of the parameters, and the loss scale needs all; "
-                "freeze the others, or train with bf16=True"
+                f"fp16=True: {type(made).__name__} updates some of the parameters or has hooks, and the loss scale "
+                "needs one that updates all and has none; freeze the others, or train with bf16=True"
             )
-        if getattr(self.lr_scheduler, "optimizer", None) is made:
-            follow(self.lr_scheduler, optimizer)
-        self.optimizer = SteppingOptimizer(optimizer)
+        self.optimizer = SteppingOptimizer(optimizer, [self.model])
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 
@@ -151,12 +151,15 @@ class ThinwireTrainerMixin:
         return chosen.with_(recompute=False)  # the trainer itself recomputes
 
     def _scale_losses(self) -> None:
-        """Multiply losses by a loss scale of thinwire's before their backwards."""
+        """Multiply losses by a loss scale of thinwire's before their backwards, and divide gradients by it."""
         self.loss_scale = LossScale()
-        self.accelerator.scaler = None
-        backward = self.accelerator.backward
-        # The trainer scales a loss nowhere else than in its accelerator, which it makes itself.
-        self.accelerator.backward = lambda loss, **kwargs: backward(self.loss_scale.scale(loss), **kwargs)
+        accelerator = self.accelerator
+        accelerator.scaler = None
+        # The trainer scales a loss nowhere else than in its accelerator, which it makes itself. With model_init, each
+        # train() comes here.
+        backward = functools.partial(type(accelerator).backward, accelerator)
+        accelerator.backward = lambda loss, **kwargs: backward(self.loss_scale.scale(loss), **kwargs)
+        accelerator.unscale_gradients = lambda *_, **__: tw.clip_grad_norm_(self.model, float("inf"))
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log values; with a loss scale, also the scale and the number of steps that were skipped so far."""
@@ -217,7 +220,7 @@ class ThinwireTrainerMixin:
             trainer._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        extra = {"scheduler": encoded(self.lr_scheduler.state_dict(), _PLAIN)}
         frozen = Path(output_dir).parent if self._frozen is None else self._frozen
         tw.save(self.model, self.optimizer.optimizer, Path(output_dir, STATE), extra=extra, frozen=frozen)
 
@@ -228,7 +231,9 @@ class ThinwireTrainerMixin:
             _check_weights_only(Path(checkpoint))
             return
         extra = tw.load(self.model, self.optimizer.optimizer, Path(checkpoint, STATE))
-        self.lr_scheduler.load_state_dict(extra["scheduler"])
+        state = extra["scheduler"]
+        plain = state.keys() != {"dict"}  # as releases up to 0.2 wrote it
+        self.lr_scheduler.load_state_dict(state if plain else decoded(state))
 
 
 class ThinwireTrainer(ThinwireTrainerMixin, Trainer):

@@ -11,7 +11,13 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
-from thinwire.sharding.optimizer.probes import distinct_options, refuse_per_tensor, updates_in_parts
+from thinwire.sharding.optimizer.probes import (
+    distinct_options,
+    options_tell_all,
+    refuse_per_tensor,
+    states_are_alike,
+    updates_in_parts,
+)
 
 CPU = torch.device("cpu")
 
@@ -86,3 +92,41 @@ def test_one_that_counts_its_calls_is_called_once_for_each_step() -> None:
     assert make_state(InnerOptimizer(optim, [fragment], [[]])) == [fragment]
     assert "slow" in optim.state[fragment.value]
     assert (optim.calls, optim.param_groups[0]["lr"]) == (0, 0.1)
+
+
+class Held(torch.optim.SGD):
+    """Needs more than its options, and counts its steps."""
+
+    def __init__(self, params: Any, base: str, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.base, self.count = base, 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_hooks_and_attributes_are_not_told_by_options(kind: Any) -> None:
+    def made() -> Any:
+        optimizer = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    def tell_all(optimizer: Any) -> bool:
+        return options_tell_all(optimizer, {"lr": 0.1}, CPU)
+
+    assert tell_all(made())
+    hooked, changed, stepping = made(), made(), made()
+    hooked.register_step_post_hook(lambda *_: None)
+    changed.largest = 0.1
+    stepping.step = lambda: None
+    assert not any(map(tell_all, (hooked, changed, stepping)))
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_tried_as_it_is() -> None:
+    optimizer = Held([torch.nn.Parameter(torch.ones(3))], "base")
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("a trial called a hook"))
+    assert states_are_alike(optimizer, CPU)
+    assert not options_tell_all(optimizer, {"lr": 0.1}, CPU)
+    assert (optimizer.count, dict(optimizer.state)) == (0, {})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import warnings
 from typing import Any
@@ -18,9 +16,6 @@ import thinwire.integrations.fabric  # registers the strategies by name
 from thinwire.errors import UsageError
 
 WIDTH, BATCH, STEPS = 16, 8, 20
-
-PASSES_SCHEDULERS = "scheduler" in inspect.signature(Fabric.setup).parameters
-"""Whether this release of Lightning lets ``Fabric.setup`` take a scheduler."""
 
 
 class Blocks(nn.Module):
@@ -54,11 +49,9 @@ def parts(fabric: Fabric) -> tuple[Any, Any, Any]:
     others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    schedule = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0 / (1 + step))
-    if PASSES_SCHEDULERS:
-        return fabric.setup(model, optimizer, scheduler=schedule(optimizer))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     made, over_shares = fabric.setup(model, optimizer)
-    return made, over_shares, schedule(over_shares)
+    return made, over_shares, schedule
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
-from thinwire.sharding.optimizer.probes import has_modes, states_are_alike
+from thinwire.sharding.optimizer.probes import has_modes, options_tell_all, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import runtime_of, sharded_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
@@ -46,7 +46,8 @@ def over_shares(
     """Let optimizers train the shares of a model.
 
     One that updates the whole model piece by piece is made anew by :func:`thinwire.optimizer`, which is faster, with
-    the same class, groups and options. Others stay what they are, over ``model.parameters()``; so do several.
+    the same class, groups and options; schedulers of the old one set the new one's rates. Others stay what they are,
+    over ``model.parameters()``: several, and those with hooks or attributes that their options do not tell.
 
     Args:
         model: The sharded model.
@@ -74,9 +75,11 @@ def over_shares(
     if len(optimizers) == 1 and fixed and _updates_all(model, optimizers[0]):
         (made,) = optimizers
         options = _options(made)
-        return [tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)]
+        new = tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)
+        _stand_for(made, new)
+        return [new]
     for made in optimizers if not whole_states else ():
-        if not states_are_alike(type(made), _options(made), sharded_of(model).device):
+        if not states_are_alike(made, sharded_of(model).device):
             refuse_class(model, type(made), _options(made), made.param_groups)
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
@@ -111,6 +114,8 @@ def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     everything = list(model.parameters())
     if has_modes(made):  # which it sets on the parameters themselves
         return False
+    if not options_tell_all(made, _options(made), sharded_of(model).device):
+        return False
     if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
     try:
@@ -131,23 +136,19 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def follow(scheduler: Any, optim: torch.optim.Optimizer) -> None:
-    """Let a scheduler set the learning rates of another optimizer with equal groups."""
-    for part in getattr(scheduler, "_schedulers", ()):
-        follow(part, optim)
-    scheduler.optimizer = optim
-    if hasattr(optim.step, "_wrapped_by_lr_sched"):
-        return
+def _stand_for(made: Any, optim: Any) -> None:
+    """Let schedulers set the groups of an optimizer by another one, whose place it has taken. They may be anywhere."""
+    made.param_groups = optim.param_groups
     step = optim.step
 
     # Schedulers warn unless they can see that the optimizer's step runs before theirs.
     @functools.wraps(step)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        optim._opt_called = True  # type: ignore[attr-defined]
+        made._opt_called = optim._opt_called = True
         return step(*args, **kwargs)
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optim.step = tracked  # type: ignore[method-assign]
+    optim.step = tracked
 
 
 def begin_micro_batch(model: nn.Module, *, last: bool) -> None:

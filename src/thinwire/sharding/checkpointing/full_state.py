@@ -136,7 +136,10 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
                 if entries := whole["state"].get(numbers[item.fragment.slot.name]):
                     state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
         options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
+        groups_here = inner.param_groups
         inner.load_state_dict({"state": state, "param_groups": options})
+        # torch makes a new list, and others may hold this one, as schedulers do.
+        groups_here[:], inner.param_groups = inner.param_groups, groups_here
 
 
 @torch.no_grad()

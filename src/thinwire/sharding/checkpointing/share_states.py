@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Sequence, Set
 from typing import Any, Final, Protocol
 
@@ -11,9 +10,9 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, over_groups
+from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.optimizer.stock_optimizers import INNER
+from thinwire.sharding.optimizer.stock_optimizers import stand_in
 from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -21,13 +20,6 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
-
-_WITHOUT_HOOKS: Final = {
-    "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
-    "_optimizer_step_post_hooks": OrderedDict[int, Any](),
-    INNER: True,
-}
-"""Attributes of an optimizer whose steps call no hooks."""
 
 _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep as one number for a parameter of any shape."""
@@ -148,9 +140,9 @@ class ShareStates:
                 {**group, "params": [new[id(share)].value for share in group["params"] if id(share) in new]}
                 for group in optimizer.param_groups
             ]
-            stand_in = over_groups(optimizer, groups, state=defaultdict(dict), **_WITHOUT_HOOKS)
-            make_state(InnerOptimizer(stand_in, missing, [group["params"] for group in groups]))
-            self.state |= {owned.value: stand_in.state[owned.value] for owned in missing}
+            apart = stand_in(optimizer, groups)
+            make_state(InnerOptimizer(apart, missing, [group["params"] for group in groups]))
+            self.state |= {owned.value: apart.state[owned.value] for owned in missing}
             made += missing
         return made
 

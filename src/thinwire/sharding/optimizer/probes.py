@@ -6,6 +6,8 @@ Trials run on the device of the model, because some optimizers work on GPUs only
 from __future__ import annotations
 
 import contextlib
+import inspect
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.sharding.optimizer.stock_optimizers import stand_in
 
 _REFUSALS = (ValueError, RuntimeError, LookupError, TypeError, AttributeError, AssertionError)
 """Errors by which an optimizer refuses a trial."""
@@ -172,17 +175,51 @@ def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
     return sum(value.itemsize for value in sized)
 
 
-def states_are_alike(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
-) -> bool:
-    """Whether everything that an optimizer keeps of a parameter is a number or has the parameter's shape."""
-    kept = _kept_of_one(optimizer_class, options, device)
-    return kept is not None and all(
+def states_are_alike(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether everything that an optimizer keeps of a parameter is a number or has the parameter's shape. The trial is
+    one of its attributes too, as nobody knows how it was made."""
+    parameter = nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    tried: Any = stand_in(optimizer, [{**optimizer.param_groups[0], "params": [parameter]}])
+    try:
+        if has_modes(tried):
+            tried.train()
+        tried.step()
+    except _REFUSALS:
+        return False
+    return all(
         value.dim() == 0 or value.shape == _ONE
         if isinstance(value, torch.Tensor)
         else isinstance(value, bool | int | float | None)
-        for value in kept
+        for value in tried.state[parameter].values()
     )
+
+
+def options_tell_all(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether another optimizer of the same class and options would be the same: it has no hooks, and no attribute that
+    was set in another way."""
+    try:
+        another = type(optimizer)([nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))], **options)
+    except _REFUSALS:
+        return False
+    mine, its = (
+        {key: value for key, value in vars(item).items() if key not in _CHANGING} for item in (optimizer, another)
+    )
+    # Schedulers wrap the step.
+    same_step = inspect.unwrap(optimizer.step) is inspect.unwrap(another.step)
+    return same_step and mine.keys() == its.keys() and all(_are_equal(mine[key], its[key]) for key in mine)
+
+
+_CHANGING: Final = frozenset({"param_groups", "state", "step", "_opt_called"})
+"""Attributes of an optimizer that its parameters, steps and schedulers change."""
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values hold the same, also those of classes that do not compare."""
+    try:
+        return one is other or (type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other))
+    except (pickle.PicklingError, *_REFUSALS):  # as of local functions
+        return False
 
 
 _ONE: Final = torch.Size((8, 6))

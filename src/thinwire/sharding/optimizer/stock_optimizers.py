@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.errors import UsageError
+from thinwire.sharding.grads.optimizer_state import over_groups
 from thinwire.sharding.runtime.live_parameter import ModelParameter
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
@@ -26,8 +28,20 @@ INNER = "_thinwire_inner"
 _MODELS = "_thinwire_models"
 """Attribute of an optimizer that caches the models its parameters belong to, and at what counts that was so."""
 
+_WITHOUT_HOOKS: Final = {
+    "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
+    "_optimizer_step_post_hooks": OrderedDict[int, Any](),
+    INNER: True,
+}
+"""Attributes of an optimizer whose steps call no hooks."""
+
 _num_sharded = 0
 """How many models this process has sharded so far."""
+
+
+def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer with the class and the attributes of another one over other groups, without states and hooks."""
+    return over_groups(optimizer, groups, state=defaultdict(dict), **_WITHOUT_HOOKS)
 
 
 def watch_optimizers() -> None:
