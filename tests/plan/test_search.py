@@ -128,6 +128,21 @@ def test_classic_systems_are_always_shown() -> None:
     assert labels == ["zero1", "zero2", "zero3", "mics", "zeropp"]
 
 
+@pytest.mark.parametrize("memory", ["3GiB", "4GiB"])
+def test_classic_systems_have_their_best_batch(memory: str) -> None:
+    """Over a slow network, it is one with few micro-batches, though it computes longer. Against every other batch."""
+    machine = {"memory": memory, "links": {"nic": {"bandwidth": 1e9}}}
+    asked, simulations = job(sequences=16, machine=machine, codecs="none"), Simulations()
+    for shown in Search(asked, simulations).classics():
+        batches = [
+            {"micro_batch": size, "micro_batches": count, "recompute": recompute}
+            for size, count in asked.batches()
+            for recompute in asked.recomputes
+        ]
+        priced = [simulations.price(asked, shown.plan.with_(**batch)) for batch in batches]
+        assert shown.seconds == min(other.seconds for other in priced if other.fits), shown.label
+
+
 @pytest.mark.parametrize("nodes", [8, 128])
 def test_the_search_finds_amsps_plan_for_7b(nodes: int) -> None:
     """Table IV: (1,1 | 1,1 | 8,1)."""

@@ -233,17 +233,19 @@ class Search:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
         chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches.choices
         fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
-        tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
-        if not tried:
-            tried = [min(batches, key=lambda batch: max(batch.working))]
+        # Fewer micro-batches may save more communication than they cost in computation, so all are in question.
+        tried = sorted(fitting, key=lambda batch: batch.computing + batch.bubble)
+        tried = tried or [min(batches, key=lambda batch: max(batch.working))]
         best: PricedPlan | None = None
         for batch in tried:
-            if best is not None and batch.computing + batch.bubble > best.seconds:
+            if best is not None and best.fits and batch.computing + batch.bubble > best.seconds:
                 break
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
             priced = self._price(batched, label)
-            best = priced if best is None or priced.seconds < best.seconds else best
+            # Messages of codecs, which count last, may not fit any more.
+            if best is None or (not priced.fits, priced.seconds) < (not best.fits, best.seconds):
+                best = priced
         assert best is not None, "there is a batch"
         return best
 
