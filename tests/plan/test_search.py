@@ -32,7 +32,7 @@ from thinwire.plan import (
 from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
-from thinwire.plan.search import RESOLUTION
+from thinwire.plan.search import RESIDENCES, RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
@@ -210,6 +210,23 @@ def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]
     assert flips
     assert all(flip.seconds is None for flip in flips)
+
+
+def test_states_may_live_on_the_host_but_need_not() -> None:
+    """The device is among the choices, and the shortage is the least of all of them."""
+    machine = {"links": {"host": {"bandwidth": 1e9}}}
+    plain = job("a800-80g:1x2", SMALL.with_(layers=2), machine=machine, codecs="none", micro_batch=1, recompute=True)
+    asked = replace(plain, residences=RESIDENCES)
+    assert search(asked, top=1).candidates[0].plan == search(plain, top=1).candidates[0].plan
+    lacking = [shortage(replace(asked, residences=(residence,)))[1] for residence in RESIDENCES]
+    assert shortage(asked)[1] == min(lacking) < lacking[0]
+    between = asked.room + (min(lacking) + lacking[0]) // 2
+    tight = replace(plain, cluster=plain.cluster.with_(memory=between))
+    assert not search(tight, top=1).candidates
+    assert "--offload" in {remedy.change for remedy in remedies(tight)}
+    offloaded = replace(tight, residences=RESIDENCES)
+    flips = explain(offloaded, search(offloaded, top=1)).flips
+    assert all("of memory" in flip.change for flip in flips if flip.seconds is None)
 
 
 @pytest.mark.parametrize(

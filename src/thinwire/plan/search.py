@@ -74,29 +74,23 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
         simulations: What is known of earlier searches for the same model; this search adds to it.
     """
     simulations = simulations or Simulations()
-    first = Search(replace(job, residences=job.residences[:1]), simulations)
-    searched = first.run(top) if len(job.residences) == 1 else _search_residences(job, top, simulations)
-    return replace(searched, classics=tuple(first.classics()))
+    return replace(best_plans(job, top, simulations), classics=tuple(Search(job, simulations).classics()))
 
 
-OFFLOADED = (
+RESIDENCES = (
+    Residence(),
     Residence(optimizer="host-stream"),
     Residence(optimizer="host-stream", gradients="host"),
     Residence(optimizer="host-stream", gradients="host", params="host"),
 )
-"""What may live on the host, the least first: its copies take the least time."""
+"""Choices of what lives on the host, the least first: its copies take the least time."""
 
 
-def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> Searched:
-    """Find the best plans under any of the job's residences."""
-    parts = []
-    for residence in job.residences:
-        one = replace(job, residences=(residence,))
-        if residence.streams_params:  # a stage of a pipeline would bring them up for every micro-batch
-            if job.pp is not None and 1 not in job.pp:
-                continue
-            one = replace(one, pp=(1,))
-        parts.append(Search(one, simulations).run(top))
+def best_plans(job: TrainingJob, top: int, simulations: Simulations) -> Searched:
+    """What :func:`search` finds without the classic systems: the best plans under any of the job's residences."""
+    parts = [Search(one, simulations).run(top) for one in _by_residence(job)]
+    if len(parts) == 1:
+        return parts[0]
     ranked = _ranked([priced for part in parts for priced in part.candidates], job.tie)
     first = next((part for part in parts if ranked and ranked[0] in part.candidates), parts[0])
     return replace(
@@ -108,6 +102,26 @@ def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> 
         gap=max(part.gap for part in parts),
         complete=all(part.complete for part in parts),
     )
+
+
+def smallest(job: TrainingJob) -> tuple[Plan, Memory]:
+    """The plan that needs the least memory of a device under any of the job's residences, and that memory; see
+    :meth:`Search.smallest`."""
+    return min((Search(one).smallest() for one in _by_residence(job)), key=lambda found: found[1].total)
+
+
+def _by_residence(job: TrainingJob) -> Iterator[TrainingJob]:
+    """The job with each of its residences alone."""
+    if len(job.residences) == 1:
+        yield job
+        return
+    for residence in job.residences:
+        one = replace(job, residences=(residence,))
+        if residence.streams_params:  # a stage of a pipeline would bring them up for every micro-batch
+            if job.pp is not None and 1 not in job.pp:
+                continue
+            one = replace(one, pp=(1,))
+        yield one
 
 
 def search_wider(job: TrainingJob, *, top: int = 10) -> tuple[TrainingJob, Searched]:
@@ -128,7 +142,8 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
 
 
 class Search:
-    """A search in steps: bounds, memory, simulation; arguments as of :func:`search`."""
+    """A search in steps: bounds, memory, simulation; arguments as of :func:`search`. Of several residences of the job,
+    it knows only the first."""
 
     def __init__(self, job: TrainingJob, simulations: Simulations | None = None) -> None:
         self.job = job
