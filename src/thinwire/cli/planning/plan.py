@@ -257,6 +257,8 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     if leaf_of is not None:
         changes |= {"leaves": leaf_numbers(leaf_of)}
     machine = cluster_of(options.cluster, measured, changes)
+    if leaf_of is not None and machine.groups:  # these are of the hosts as given
+        machine = machine.with_(leaves=leaf_numbers(leaf_of, leaf_of))
     return TrainingJob.of(
         shape,
         shape.seq,
