@@ -50,7 +50,7 @@ def _times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
 
 def _bytes(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
     plan = priced.plan
-    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
+    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches, clip=job.clip).traffic()
     return [_figure(f"{lane} {scope}", "B", traffic[lane][scope]) for lane in Lane for scope in Scope]
 
 
