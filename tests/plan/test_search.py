@@ -36,6 +36,7 @@ from thinwire.plan.search import RESIDENCES, RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
+from thinwire.units import format_bytes
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 
@@ -200,6 +201,12 @@ def test_explanations_add_up() -> None:
     assert sum(explanation.path.values()) == pytest.approx(result.candidates[0].seconds, rel=1e-6)
     assert explanation.path == critical_path(result.candidates[0])
     assert len(explanation.flips) + len(explanation.steady) == 9
+
+
+def test_the_memory_that_is_left_leaves_the_margin_out() -> None:
+    asked = replace(job(), margin=0.25)
+    chosen = price_plan(asked, Plan.preset("zero1", nodes=2, local=2))
+    assert f"{format_bytes(asked.room - chosen.memory.total)} of memory are left" in binding(asked, chosen)
 
 
 def test_flips_without_a_fitting_plan_have_no_seconds() -> None:

@@ -184,7 +184,7 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
     busiest = max(_LINKS, key=lambda resource: shares[resource])
     zones = busiest is Resource.SPINE and job.cluster.links.spine is None
     link = "the links between zones" if zones else _LINKS[busiest]
-    room = job.cluster.memory - chosen.memory.total
+    room = job.room - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes
     if (axes.idle + axes.messages) / seconds > max(0.1, waiting):
