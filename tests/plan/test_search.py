@@ -22,6 +22,7 @@ from thinwire.plan import (
     amsp_flips,
     amsp_search,
     binding,
+    both_objectives,
     critical_path,
     explain,
     price_plan,
@@ -229,10 +230,12 @@ def test_states_may_live_on_the_host_but_need_not() -> None:
     assert shortage(asked)[1] == min(lacking) < lacking[0]
     between = asked.room + (min(lacking) + lacking[0]) // 2
     tight = replace(plain, cluster=plain.cluster.with_(memory=between))
+    assert both_objectives(replace(tight, residences=RESIDENCES)).by_time is not None
     assert not search(tight, top=1).candidates
     assert "--offload" in {remedy.change for remedy in remedies(tight)}
     offloaded = replace(tight, residences=RESIDENCES)
     flips = explain(offloaded, search(offloaded, top=1)).flips
+    assert f"{format_bytes(2 * between)} of memory" in {flip.change for flip in flips if "on the host" not in flip.plan}
     assert all("of memory" in flip.change for flip in flips if flip.seconds is None)
 
 

@@ -232,7 +232,9 @@ def _factors(plan: Plan) -> tuple[object, ...]:
 
 def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
     """Whether two choices are the same. Micro-batches may differ if the job's batch forces them to."""
-    alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
+    alike = _factors(one) == _factors(other) and all(
+        getattr(one, key) == getattr(other, key) for key in ("wire", "recompute", "residence")
+    )
     return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
 
 

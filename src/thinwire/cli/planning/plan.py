@@ -396,7 +396,7 @@ def _place(
         f"{best.crossing:.0%} of the bytes between nodes cross the spine, {given.crossing:.0%} in the order "
         f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
     )
-    if job.cluster.links.spine is None:
+    if job.cluster.links.spine is None and not job.cluster.groups:
         answer.show(
             "nothing is known of the spine (--set cluster.links.spine.bandwidth), so the order changes no prediction"
         )
