@@ -30,6 +30,7 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.explain import _same
 from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
@@ -220,6 +221,7 @@ def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     assert all(flip.seconds is None for flip in flips)
 
 
+@pytest.mark.slow
 def test_states_may_live_on_the_host_but_need_not() -> None:
     """The device is among the choices, and the shortage is the least of all of them."""
     machine = {"links": {"host": {"bandwidth": 1e9}}}
@@ -228,6 +230,8 @@ def test_states_may_live_on_the_host_but_need_not() -> None:
     assert search(asked, top=1).candidates[0].plan == search(plain, top=1).candidates[0].plan
     lacking = [shortage(replace(asked, residences=(residence,)))[1] for residence in RESIDENCES]
     assert shortage(asked)[1] == min(lacking) < lacking[0]
+    moved = [Plan.preset("zero3", nodes=1, local=2, residence=residence) for residence in RESIDENCES[:2]]
+    assert not _same(*moved, asked)
     between = asked.room + (min(lacking) + lacking[0]) // 2
     tight = replace(plain, cluster=plain.cluster.with_(memory=between))
     assert both_objectives(replace(tight, residences=RESIDENCES)).by_time is not None
@@ -235,7 +239,6 @@ def test_states_may_live_on_the_host_but_need_not() -> None:
     assert "--offload" in {remedy.change for remedy in remedies(tight)}
     offloaded = replace(tight, residences=RESIDENCES)
     flips = explain(offloaded, search(offloaded, top=1)).flips
-    assert f"{format_bytes(2 * between)} of memory" in {flip.change for flip in flips if "on the host" not in flip.plan}
     assert all("of memory" in flip.change for flip in flips if flip.seconds is None)
 
 
