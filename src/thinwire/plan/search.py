@@ -248,13 +248,15 @@ class Search:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
         chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches.choices
         fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
-        # Fewer micro-batches may save more communication than they cost in computation, so all are in question.
         tried = sorted(fitting, key=lambda batch: batch.computing + batch.bubble)
         tried = tried or [min(batches, key=lambda batch: max(batch.working))]
         best: PricedPlan | None = None
         for batch in tried:
-            if best is not None and best.fits and batch.computing + batch.bubble > best.seconds:
-                break
+            if best is not None and best.fits:
+                if batch.computing + batch.bubble > best.seconds:
+                    break
+                if batch.micro_batches >= best.plan.micro_batches:  # fewer may save communication; this computes longer
+                    continue
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
             priced = self._price(batched, label)
