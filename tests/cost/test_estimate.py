@@ -25,7 +25,7 @@ from thinwire.cost import (
 from thinwire.errors import SpecError
 from thinwire.program import Axis, Kind, Scope, Stage, UnitInfo, axis_index, control_bytes, lower
 from thinwire.sim import Resource, Workload, simulate
-from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, CodecSpec, Factor, Link, ModelSpec, Plan
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 
@@ -170,6 +170,9 @@ def test_flat_collectives_know_contention_and_latency() -> None:
         Kind.ALL_GATHER, 8, whole
     )  # a tree, where latency counts
     assert flat.seconds(Kind.ALL_GATHER, size, Factor()) == 0
+    slow_inside = LibraryCollectives(CLUSTER.with_(links=CLUSTER.links.with_(inside=Link(bandwidth=1e6))))
+    for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE, Kind.BROADCAST):  # which one rank of a node does not use
+        assert slow_inside.seconds(kind, size, one_rank_a_node) == flat.seconds(kind, size, one_rank_a_node)
 
 
 @pytest.mark.parametrize("name", ["zero1-node", "zero3", "mics", "zeropp", "thinwire", "hpz", "amsp-13b", "zero2"])

@@ -19,6 +19,7 @@ from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical
 from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
 from thinwire.plan.training_job import axis_costs
+from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 
@@ -70,6 +71,19 @@ def test_ranks_are_dealt_out_as_the_runtime_does() -> None:
     assert divided(ranks, Cut(tp=2, pp=16)) == Factor()
     assert divided(ranks, Cut(tp=3)) is None
     assert powers_of_two(8) == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_simulated_step_waits_for_messages_like_a_planned_one(tmp_path: Path, schedule: str) -> None:
+    asked = job(machine={"links": {"nic": {"bandwidth": "5gbit"}}})
+    asked.cluster.save(tmp_path / "cluster.toml")
+    asked.model.save(tmp_path / "model.toml")
+    planned = candidate(asked, grid(pp=2, micro_batches=4, pipeline_schedule=schedule))
+    assert planned.axes.messages > 0.1 * planned.seconds
+    case = {"model": str(tmp_path / "model.toml"), "cluster": str(tmp_path / "cluster.toml"), "micro_batches": 4}
+    plan = {"params": "1x1", "grads": "1x1", "optimizer": "1x1", "pipeline_schedule": schedule}
+    simulated = answer(Case.parse({**case, "pp": 2, "plan": plan})).simulated
+    assert simulated.seconds == pytest.approx(planned.seconds)
 
 
 def test_every_stage_has_a_micro_batch() -> None:

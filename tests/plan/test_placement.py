@@ -14,7 +14,7 @@ from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate
 from thinwire.plan.placement import hostfile, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.search import elsewhere
-from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, Link, ModelSpec, Plan
 from thinwire.spec.machines.topology import SwitchTree
 
 MODEL = ModelSpec(name="small", layers=2, hidden=512, heads=8, vocab=4096, seq=512)
@@ -52,6 +52,19 @@ def test_an_order_is_priced_as_plans_are() -> None:
     for order, leaves in (("abcd", [0, 1, 0, 1]), ("acbd", [0, 0, 1, 1])):
         there = elsewhere(asked, asked.cluster.with_(leaves=leaves))
         assert placed(asked, chosen, list(order), hosts).seconds == candidate(there, chosen).seconds
+
+
+def test_unlike_nodes_move_with_their_hosts() -> None:
+    """An order that suits the leaves is no better if it puts nodes of two zones into one group of ranks."""
+    hosts = {"a": "left", "b": "right", "c": "left", "d": "right"}
+    plain, chosen = job(4), plan(4, params=2, optimizer=2)
+    zones = [{"nodes": 2, "zone": "east"}, {"nodes": 2, "zone": "west"}]
+    slow = plain.cluster.links.with_(zone=Link(bandwidth=1e8))
+    asked = elsewhere(plain, plain.cluster.with_(links=slow, groups=zones))
+    assert place(asked, chosen, hosts).order == ("a", "b", "c", "d")
+    moved = placed(asked, chosen, list("acbd"), hosts).seconds
+    mixed = asked.cluster.with_(leaves=[0, 0, 1, 1], groups=[{"nodes": 1, "zone": zone} for zone in "abab"])
+    assert moved == pytest.approx(candidate(elsewhere(asked, mixed), chosen).seconds)
 
 
 def test_without_groups_across_nodes_leaves_stay_together() -> None:

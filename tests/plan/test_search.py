@@ -22,6 +22,7 @@ from thinwire.plan import (
     amsp_flips,
     amsp_search,
     binding,
+    both_objectives,
     critical_path,
     explain,
     price_plan,
@@ -29,13 +30,15 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.explain import _same
 from thinwire.plan.priced import Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
-from thinwire.plan.search import RESOLUTION
+from thinwire.plan.search import RESIDENCES, RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
+from thinwire.units import format_bytes
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 
@@ -128,6 +131,21 @@ def test_classic_systems_are_always_shown() -> None:
     assert labels == ["zero1", "zero2", "zero3", "mics", "zeropp"]
 
 
+@pytest.mark.parametrize("memory", ["3GiB", "4GiB"])
+def test_classic_systems_have_their_best_batch(memory: str) -> None:
+    """Over a slow network, it is one with few micro-batches, though it computes longer. Against every other batch."""
+    machine = {"memory": memory, "links": {"nic": {"bandwidth": 1e9}}}
+    asked, simulations = job(sequences=16, machine=machine, codecs="none"), Simulations()
+    for shown in Search(asked, simulations).classics():
+        batches = [
+            {"micro_batch": size, "micro_batches": count, "recompute": recompute}
+            for size, count in asked.batches()
+            for recompute in asked.recomputes
+        ]
+        priced = [simulations.price(asked, shown.plan.with_(**batch)) for batch in batches]
+        assert shown.seconds == min(other.seconds for other in priced if other.fits), shown.label
+
+
 @pytest.mark.parametrize("nodes", [8, 128])
 def test_the_search_finds_amsps_plan_for_7b(nodes: int) -> None:
     """Table IV: (1,1 | 1,1 | 8,1)."""
@@ -187,6 +205,12 @@ def test_explanations_add_up() -> None:
     assert len(explanation.flips) + len(explanation.steady) == 9
 
 
+def test_the_memory_that_is_left_leaves_the_margin_out() -> None:
+    asked = replace(job(), margin=0.25)
+    chosen = price_plan(asked, Plan.preset("zero1", nodes=2, local=2))
+    assert f"{format_bytes(asked.room - chosen.memory.total)} of memory are left" in binding(asked, chosen)
+
+
 def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     roomy = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 1, micro_batch=1)
     barely = int(1.2 * Search(roomy).smallest()[1].total)
@@ -195,6 +219,27 @@ def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]
     assert flips
     assert all(flip.seconds is None for flip in flips)
+
+
+@pytest.mark.slow
+def test_states_may_live_on_the_host_but_need_not() -> None:
+    """The device is among the choices, and the shortage is the least of all of them."""
+    machine = {"links": {"host": {"bandwidth": 1e9}}}
+    plain = job("a800-80g:1x2", SMALL.with_(layers=2), machine=machine, codecs="none", micro_batch=1, recompute=True)
+    asked = replace(plain, residences=RESIDENCES)
+    assert search(asked, top=1).candidates[0].plan == search(plain, top=1).candidates[0].plan
+    lacking = [shortage(replace(asked, residences=(residence,)))[1] for residence in RESIDENCES]
+    assert shortage(asked)[1] == min(lacking) < lacking[0]
+    moved = [Plan.preset("zero3", nodes=1, local=2, residence=residence) for residence in RESIDENCES[:2]]
+    assert not _same(*moved, asked)
+    between = asked.room + (min(lacking) + lacking[0]) // 2
+    tight = replace(plain, cluster=plain.cluster.with_(memory=between))
+    assert both_objectives(replace(tight, residences=RESIDENCES)).by_time is not None
+    assert not search(tight, top=1).candidates
+    assert "--offload" in {remedy.change for remedy in remedies(tight)}
+    offloaded = replace(tight, residences=RESIDENCES)
+    flips = explain(offloaded, search(offloaded, top=1)).flips
+    assert all("of memory" in flip.change for flip in flips if flip.seconds is None)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from thinwire.sim import Case, Disturbance, answer, disturbed
+from thinwire.errors import SpecError
+from thinwire.sim import Case, Disturbance, Slowed, answer, disturbed
 from thinwire.sim.disturbed import _slowest
+from thinwire.spec import ClusterSpec
 
 
 def case(**changes: Any) -> Case:
@@ -22,6 +24,15 @@ def test_a_straggler_holds_everyone_up() -> None:
     result = disturbed(case(), Disturbance(straggler=1.5))
     assert 1.4 < result.median / result.undisturbed <= 1.51
     assert result.low == result.high == result.median
+
+
+def test_measured_kernels_are_not_slowed() -> None:
+    """They hide what a straggler does to published figures, so a cluster that has them is refused."""
+    cluster = ClusterSpec.named("a800-80g:2x2", kernels="kernels.json")
+    with pytest.raises(SpecError, match="measured times: leave the cluster's kernels out"):
+        Slowed(compute=1.5).cluster(cluster)
+    nic = Slowed(links=2.0).cluster(cluster).links.nic
+    assert nic.bandwidth == cluster.links.nic.bandwidth / 2
 
 
 def test_slow_cards_matter_where_the_network_binds() -> None:

@@ -107,6 +107,15 @@ def test_an_order_of_nodes_moves_their_leaves() -> None:
     assert four.with_(leaves=[0, 0, 1, 1]).leaf_of_nodes == four.leaf_of_nodes
 
 
+def test_an_order_of_nodes_moves_their_groups() -> None:
+    zones = [{"nodes": 2, "zone": "east"}, {"nodes": 2, "zone": "west"}]
+    four = ClusterSpec.named("a800-80g:4x4", groups=zones, links={"zone": {"bandwidth": NIC / 4}})
+    for order, zones in (((2, 3, 0, 1), "we"), ((0, 2, 1, 3), "ewew"), ((0, 1, 3, 2), "ew")):
+        moved = four.in_order(order)
+        assert "".join(group.zone[0] for group in moved.groups) == zones
+        assert moved.nodes == sum(group.nodes for group in moved.groups) == 4
+
+
 def test_transfers_share_the_spine_and_the_cards() -> None:
     """One that the spine limits leaves three quarters of the cards to others."""
     clock, ends = FluidClock(), []

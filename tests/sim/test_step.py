@@ -17,7 +17,7 @@ from thinwire.sim import Resource, Workload, simulate
 from thinwire.sim.lanes import GATHERED, GRADIENTS
 from thinwire.sim.player import Player
 from thinwire.sim.repetition import repeated
-from thinwire.sim.step import Simulated
+from thinwire.sim.step import Simulated, lane_work
 from thinwire.sim.workload import Execution
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire_bench.published.headroom import Headroom
@@ -39,7 +39,7 @@ def preset(name: str, **overrides: Any) -> Plan:
 
 def whole(plan: Plan, work: Workload, rates: Rates, micro_batches: int = 1) -> Simulated:
     """A step of which every block and every micro-batch is lowered and played."""
-    program = lower(plan, work.units, micro_batches=micro_batches)
+    program = lower(plan, work.units, micro_batches=micro_batches, clip=work.clip)
     execution = Execution(lambda plan, operation, _: moves(plan, operation, rates))
     player = Player(plan, work, rates, program, execution)
     passes = [part for number in range(micro_batches) for part in (player.forward(number), player.backward(number))]
@@ -92,10 +92,15 @@ def test_many_micro_batches_follow_from_three(name: str, micro_batches: int) -> 
 
 
 def test_clipping_is_a_barrier() -> None:
+    """The norm takes a round of messages of its own."""
     plan, rates = preset("zero1-node"), NominalRates(CLUSTER)
     free, clipped = (simulate(plan, workload(plan, clip=clip), rates) for clip in (False, True))
     assert clipped.seconds >= free.seconds
-    assert clipped.busy == pytest.approx(free.busy)
+    assert clipped.computing == pytest.approx(free.computing)
+    assert clipped.busy[Resource.ACROSS] - free.busy[Resource.ACROSS] == pytest.approx(20e-6, rel=0.01)
+    lanes = (lane_work(plan, workload(plan, clip=clip), rates, micro_batches=1) for clip in (False, True))
+    without, with_norm = (lane[Lane.CONTROL].transfer for lane in lanes)
+    assert with_norm > without + 20e-6
 
 
 def test_gamma_slows_what_meets() -> None:

@@ -106,7 +106,8 @@ class LibraryCollectives(CollectiveTimes):
         else:
             # R / local groups cross each node's cards at the same time (NIC contention).
             sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
-            bandwidth = min(inside, route.bandwidth * share.nic / sharing)
+            across = route.bandwidth * share.nic / sharing
+            bandwidth = across if mesh.local == 1 else min(inside, across)
             # A ring enters and leaves each node once.
             latency = (ranks - mesh.nodes) * links.inside.latency + (mesh.nodes - 1) * route.latency
         if kind is Kind.BROADCAST:

@@ -31,16 +31,16 @@ from thinwire.plan.placement import hostfile, leaf_numbers, place, placed, rankf
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
 from thinwire.plan.rules import Cut
-from thinwire.plan.search import OFFLOADED, Search, Searched, search, search_wider
+from thinwire.plan.search import RESIDENCES, Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
 
 __all__ = [
-    "OFFLOADED", "AmspPlan", "AmspSums", "AxisSeconds", "BothObjectives", "CODEC_LEVELS", "Candidate", "Chosen",
+    "AmspPlan", "AmspSums", "AxisSeconds", "BothObjectives", "CODEC_LEVELS", "Candidate", "Chosen",
     "CodecLevel", "Culprit", "Cut", "Explanation", "Freedom", "IslandPlan", "LossLaw", "PricedPlan", "Provenance",
-    "Rental", "RunComparison", "Search", "Searched", "SweptNodes", "TrainingJob", "UnderBoth", "amsp_flips",
-    "amsp_search", "binding", "both_objectives", "candidate", "choose", "compare", "compare_expected", "critical_path",
-    "culprit", "expectation", "explain", "finalists", "hostfile", "island_plans", "leaf_numbers", "losses",
-    "lossy_codecs", "nearest", "offers", "parse_budget", "parts_of", "place", "placed", "price_plan",
+    "RESIDENCES", "Rental", "RunComparison", "Search", "Searched", "SweptNodes", "TrainingJob", "UnderBoth",
+    "amsp_flips", "amsp_search", "binding", "both_objectives", "candidate", "choose", "compare", "compare_expected",
+    "critical_path", "culprit", "expectation", "explain", "finalists", "hostfile", "island_plans", "leaf_numbers",
+    "losses", "lossy_codecs", "nearest", "offers", "parse_budget", "parts_of", "place", "placed", "price_plan",
     "profiled_cluster", "profiled_job", "provenance", "rankfile", "Refit", "refit", "remedies", "rentals",
     "replaced_keys", "rests_on", "search", "search_wider", "shortage", "slurm_hostfile", "summary", "sweep_nodes",
 ]  # fmt: skip

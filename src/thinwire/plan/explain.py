@@ -9,7 +9,7 @@ from typing import Literal
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.priced import PricedPlan, price_plan
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
-from thinwire.plan.search import OFFLOADED, Search, Searched, elsewhere
+from thinwire.plan.search import RESIDENCES, Searched, best_plans, elsewhere, smallest
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -114,7 +114,7 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
     chosen = searched.candidates[0]
     flips, steady = [], []
     for change, changed in _variations(job):
-        other = Search(changed, searched.simulations).run(1)
+        other = best_plans(changed, 1, searched.simulations)
         if not other.candidates:
             flips.append(Flip(change, "nothing fits", None))
         elif _same(other.candidates[0].plan, chosen.plan, changed):
@@ -156,7 +156,7 @@ def remedies(job: TrainingJob) -> list[Remedy]:
 
 def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | None:
     for change, changed in changes:
-        plan, needed = Search(changed).smallest()
+        plan, needed = smallest(changed)
         if needed.total <= changed.room:
             return Remedy(change, f"{summary(plan)}: {format_bytes(needed.total)} per rank")
     return None
@@ -164,7 +164,7 @@ def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | Non
 
 def shortage(job: TrainingJob) -> tuple[Plan, int]:
     """The plan that needs the least memory, and the number of bytes by which it exceeds an accelerator's memory."""
-    plan, needed = Search(job).smallest()
+    plan, needed = smallest(job)
     return plan, needed.total - job.room
 
 
@@ -184,7 +184,7 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
     busiest = max(_LINKS, key=lambda resource: shares[resource])
     zones = busiest is Resource.SPINE and job.cluster.links.spine is None
     link = "the links between zones" if zones else _LINKS[busiest]
-    room = job.cluster.memory - chosen.memory.total
+    room = job.room - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes
     if (axes.idle + axes.messages) / seconds > max(0.1, waiting):
@@ -232,7 +232,9 @@ def _factors(plan: Plan) -> tuple[object, ...]:
 
 def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
     """Whether two choices are the same. Micro-batches may differ if the job's batch forces them to."""
-    alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
+    alike = _factors(one) == _factors(other) and all(
+        getattr(one, key) == getattr(other, key) for key in ("wire", "recompute", "residence")
+    )
     return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
 
 
@@ -268,10 +270,10 @@ def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _offloading(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    if job.residences[0].on_device:
-        yield "--offload", replace(job, residences=OFFLOADED)
+    if all(residence.on_device for residence in job.residences):
+        yield "--offload", replace(job, residences=RESIDENCES)
         if job.recompute is False:
-            yield "--offload --recompute on", replace(job, residences=OFFLOADED, recompute=True)
+            yield "--offload --recompute on", replace(job, residences=RESIDENCES, recompute=True)
 
 
 def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

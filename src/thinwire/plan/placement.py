@@ -50,7 +50,7 @@ def place(job: TrainingJob, plan: Plan, hosts: Mapping[str, str]) -> Placed:
 
     Args:
         job: Training job with the rates that price the step. If its cluster has no figure for the spine, all orders
-            take equally long.
+            take equally long. Its groups of unlike nodes are those of the hosts as given.
         plan: Plan with the factors that define which nodes belong together.
         hosts: Leaf of every host, in the scheduler's order, which breaks ties.
 
@@ -70,9 +70,11 @@ def placed(
     """Price an order of hosts, which are the nodes of the mesh; arguments as of :func:`place`, and the plan's traffic
     where it is known."""
     traffic = _traffic(job, plan) if traffic is None else traffic
-    leaves = leaf_numbers(hosts, order)
-    seconds = price_plan(elsewhere(job, job.cluster.with_(leaves=leaves)), plan).seconds
-    return Placed(tuple(order), seconds, crossing_bytes(traffic, leaves) / max(1, sum(traffic.values())))
+    node_of = {host: node for node, host in enumerate(hosts)}
+    given = job.cluster.with_(leaves=leaf_numbers(hosts, hosts))
+    cluster = given.in_order([node_of[host] for host in order])
+    seconds = price_plan(elsewhere(job, cluster), plan).seconds
+    return Placed(tuple(order), seconds, crossing_bytes(traffic, cluster.leaf_of_nodes) / max(1, sum(traffic.values())))
 
 
 def hostfile(order: Sequence[str]) -> str:

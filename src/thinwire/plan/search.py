@@ -74,29 +74,23 @@ def search(job: TrainingJob, *, top: int = 10, simulations: Simulations | None =
         simulations: What is known of earlier searches for the same model; this search adds to it.
     """
     simulations = simulations or Simulations()
-    first = Search(replace(job, residences=job.residences[:1]), simulations)
-    searched = first.run(top) if len(job.residences) == 1 else _search_residences(job, top, simulations)
-    return replace(searched, classics=tuple(first.classics()))
+    return replace(best_plans(job, top, simulations), classics=tuple(Search(job, simulations).classics()))
 
 
-OFFLOADED = (
+RESIDENCES = (
+    Residence(),
     Residence(optimizer="host-stream"),
     Residence(optimizer="host-stream", gradients="host"),
     Residence(optimizer="host-stream", gradients="host", params="host"),
 )
-"""What may live on the host, the least first: its copies take the least time."""
+"""Choices of what lives on the host, the least first: its copies take the least time."""
 
 
-def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> Searched:
-    """Find the best plans under any of the job's residences."""
-    parts = []
-    for residence in job.residences:
-        one = replace(job, residences=(residence,))
-        if residence.streams_params:  # a stage of a pipeline would bring them up for every micro-batch
-            if job.pp is not None and 1 not in job.pp:
-                continue
-            one = replace(one, pp=(1,))
-        parts.append(Search(one, simulations).run(top))
+def best_plans(job: TrainingJob, top: int, simulations: Simulations) -> Searched:
+    """What :func:`search` finds without the classic systems: the best plans under any of the job's residences."""
+    parts = [Search(one, simulations).run(top) for one in _by_residence(job)]
+    if len(parts) == 1:
+        return parts[0]
     ranked = _ranked([priced for part in parts for priced in part.candidates], job.tie)
     first = next((part for part in parts if ranked and ranked[0] in part.candidates), parts[0])
     return replace(
@@ -108,6 +102,26 @@ def _search_residences(job: TrainingJob, top: int, simulations: Simulations) -> 
         gap=max(part.gap for part in parts),
         complete=all(part.complete for part in parts),
     )
+
+
+def smallest(job: TrainingJob) -> tuple[Plan, Memory]:
+    """The plan that needs the least memory of a device under any of the job's residences, and that memory; see
+    :meth:`Search.smallest`."""
+    return min((Search(one).smallest() for one in _by_residence(job)), key=lambda found: found[1].total)
+
+
+def _by_residence(job: TrainingJob) -> Iterator[TrainingJob]:
+    """The job with each of its residences alone."""
+    if len(job.residences) == 1:
+        yield job
+        return
+    for residence in job.residences:
+        one = replace(job, residences=(residence,))
+        if residence.streams_params:  # a stage of a pipeline would bring them up for every micro-batch
+            if job.pp is not None and 1 not in job.pp:
+                continue
+            one = replace(one, pp=(1,))
+        yield one
 
 
 def search_wider(job: TrainingJob, *, top: int = 10) -> tuple[TrainingJob, Searched]:
@@ -128,7 +142,8 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
 
 
 class Search:
-    """A search in steps: bounds, memory, simulation; arguments as of :func:`search`."""
+    """A search in steps: bounds, memory, simulation; arguments as of :func:`search`. Of several residences of the job,
+    it knows only the first."""
 
     def __init__(self, job: TrainingJob, simulations: Simulations | None = None) -> None:
         self.job = job
@@ -233,17 +248,21 @@ class Search:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
         chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches.choices
         fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
-        tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
-        if not tried:
-            tried = [min(batches, key=lambda batch: max(batch.working))]
+        tried = sorted(fitting, key=lambda batch: batch.computing + batch.bubble)
+        tried = tried or [min(batches, key=lambda batch: max(batch.working))]
         best: PricedPlan | None = None
         for batch in tried:
-            if best is not None and batch.computing + batch.bubble > best.seconds:
-                break
+            if best is not None and best.fits:
+                if batch.computing + batch.bubble > best.seconds:
+                    break
+                if batch.micro_batches >= best.plan.micro_batches:  # fewer may save communication; this computes longer
+                    continue
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
             priced = self._price(batched, label)
-            best = priced if best is None or priced.seconds < best.seconds else best
+            # Messages of codecs, which count last, may not fit any more.
+            if best is None or (not priced.fits, priced.seconds) < (not best.fits, best.seconds):
+                best = priced
         assert best is not None, "there is a batch"
         return best
 

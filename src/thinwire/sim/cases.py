@@ -86,7 +86,18 @@ class Slowed:
     links: float = 1.0
 
     def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """A cluster on which every rank is as slow as this one."""
+        """A cluster on which every rank is as slow as this one.
+
+        Raises:
+            SpecError: Computation is to be slower, but the times of its kernels were measured.
+        """
+        measured = (machines.kernels for machines in (cluster, *cluster.groups))
+        if self.compute != 1 and (path := next(filter(None, measured), None)) is not None:
+            raise SpecError(
+                "straggler and jitter",
+                f"slow published figures down, and kernels = {path!r} are measured times: leave the cluster's kernels "
+                "out to see by how much a step gets longer, or set straggler = 1 and jitter = 0",
+            )
         nic = cluster.links.nic
         return cluster.with_(
             peak_flops={dtype: peak / self.compute for dtype, peak in cluster.peak_flops.items()},

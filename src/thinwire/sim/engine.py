@@ -73,7 +73,8 @@ class Engine:
         calls = LibraryCollectives(cluster, group=group)
         crosses, ways = cluster.nodes > 1, sending_ranks(plan)
         costs = AxisCosts(plan, model, workload.seq, rates, calls, crosses, sharers=ways, gathered=False)
-        return step_with_axes(costs, workload, trace=trace)
+        step = step_with_axes(costs, workload, trace=trace)
+        return replace(step, seconds=step.seconds + costs.awaited)  # as Torch's schedules wait for every message
 
 
 def step_with_axes(

@@ -136,10 +136,11 @@ def play(
     execution: Execution | None = None,
 ) -> Played:
     """Play one step in steady state, with three micro-batches if it has more; arguments as of :func:`simulate`."""
+    clip = workload.clip and execution is None  # constants of other engines were fitted to include their exchange
     execution = execution or _own(plan, rates)
     fewer = repeated(plan, workload) if execution.repeats and not trace else None
     units = workload.units if fewer is None else fewer.workload.units
-    program = execution.revised(lower(plan, units, micro_batches=min(micro_batches, PLAYED)))
+    program = execution.revised(lower(plan, units, micro_batches=min(micro_batches, PLAYED), clip=clip))
     player = Player(plan, workload, rates, program, execution, trace=trace, fewer=fewer)
     if micro_batches <= PLAYED:
         player.play(chain(player.begin(), *_passes(player, range(micro_batches)), player.finish()))
@@ -185,7 +186,8 @@ def _own(plan: Plan, rates: Rates) -> Execution:
 def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int) -> dict[Lane, LaneWork]:
     """Seconds of work that each lane has in a step, without slowdown by anything else."""
     pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
-    for operation in lower(plan, workload.units, micro_batches=micro_batches).operations:
+    program = lower(plan, workload.units, micro_batches=micro_batches, clip=workload.clip)
+    for operation in program.operations:
         if not isinstance(operation.lane, Lane):
             continue
         for stage in pricing(plan, operation, workload.units):

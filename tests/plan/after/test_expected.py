@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import thinwire.plan as planner
 from thinwire.cli.main import app
 from thinwire.errors import SpecError
+from thinwire.program import HostLane
 from thinwire.record import read_run
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.expectation import Expectation
@@ -110,6 +111,19 @@ def test_what_is_expected_fits_the_step_that_is_predicted() -> None:
     plain = {figure.name: figure.amount for figure in planner.expectation(job, exact).figures}
     assert plain["codecs of sync"] == 0
     assert plain["transfers of sync"] > amounts["transfers of sync"]
+
+
+def test_waiting_for_states_on_the_host_is_not_computation() -> None:
+    """As a run measures it: its own work is what a step takes beside waiting for any lane."""
+    residence = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
+    hosted = Plan.preset("zero3", nodes=2, local=2, residence=residence)
+    model = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
+    slow = Profile.read(PROFILE).with_(up_seconds=3e-8, down_seconds=3e-8)
+    job = planner.profiled_job(model, 128, hosted, slow, clip=True)
+    priced = planner.price_plan(job, hosted)
+    amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
+    assert sum(amounts[f"waiting for {lane}"] for lane in HostLane) > 0
+    assert amounts["computation"] == pytest.approx(priced.seconds - sum(priced.simulated.exposed.values()))
 
 
 def test_a_damaged_expectation_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def _leaves_of_hosts(source: Path) -> dict[str, str]:
 
 def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
     from thinwire.errors import UsageError
-    from thinwire.plan import OFFLOADED, TrainingJob, leaf_numbers
+    from thinwire.plan import RESIDENCES, TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec
     from thinwire.spec.plan_parts.residence import Residence
     from thinwire.spec.profile import Profile
@@ -257,6 +257,8 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
     if leaf_of is not None:
         changes |= {"leaves": leaf_numbers(leaf_of)}
     machine = cluster_of(options.cluster, measured, changes)
+    if leaf_of is not None and machine.groups:  # these are of the hosts as given
+        machine = machine.with_(leaves=leaf_numbers(leaf_of, leaf_of))
     return TrainingJob.of(
         shape,
         shape.seq,
@@ -265,7 +267,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         tokens_per_step=parse_count(options.tokens_per_step),
         micro_batch=options.micro_batch,
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
-        residences=OFFLOADED if options.offload else (Residence(),),
+        residences=RESIDENCES if options.offload else (Residence(),),
         codecs=options.codecs or "standard",
         tp=ways_of("--tp", options.tp),
         pp=ways_of("--pp", options.pp),
@@ -290,7 +292,7 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
         answer.show(
             "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
         )
-        more = replace(asked, residences=planner.OFFLOADED)
+        more = replace(asked, residences=planner.RESIDENCES)
         known = searched.simulations
         offloaded = planner.search(more, top=1, simulations=known).candidates if len(asked.residences) == 1 else ()
         for priced in offloaded[:1]:
@@ -394,7 +396,7 @@ def _place(
         f"{best.crossing:.0%} of the bytes between nodes cross the spine, {given.crossing:.0%} in the order "
         f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
     )
-    if job.cluster.links.spine is None:
+    if job.cluster.links.spine is None and not job.cluster.groups:
         answer.show(
             "nothing is known of the spine (--set cluster.links.spine.bandwidth), so the order changes no prediction"
         )

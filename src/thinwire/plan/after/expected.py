@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 from thinwire.plan.priced import PricedPlan, provenance
 from thinwire.plan.training_job import TrainingJob
-from thinwire.program import Lane, Scope, lower
+from thinwire.program import AnyLane, HostLane, Lane, Scope, lower
 from thinwire.sim.step import lane_work
 from thinwire.spec.expectation import Expectation, Figure
 
@@ -31,7 +31,8 @@ def expectation(job: TrainingJob, priced: PricedPlan) -> Expectation:
 
 
 def _times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
-    waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
+    lanes: tuple[AnyLane, ...] = (*Lane,) if priced.plan.residence.on_device else (*Lane, *HostLane)
+    waiting = {str(lane): priced.simulated.exposed[lane] for lane in lanes}
     # While the pipeline fills and drains, a stage waits for messages too: a run cannot tell the two apart.
     waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle, "ep": priced.axes.experts}
     own = max(0.0, priced.seconds - sum(waiting.values()))
@@ -49,7 +50,7 @@ def _times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
 
 def _bytes(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
     plan = priced.plan
-    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
+    traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches, clip=job.clip).traffic()
     return [_figure(f"{lane} {scope}", "B", traffic[lane][scope]) for lane in Lane for scope in Scope]
 
 

@@ -10,7 +10,7 @@ from thinwire.cost.memory.peak import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
 from thinwire.plan.priced import PricedPlan, Simulations
-from thinwire.plan.search import Search
+from thinwire.plan.search import best_plans
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import Plan
@@ -93,7 +93,7 @@ def both_objectives(
     except SpecError as error:
         return BothObjectives(None, None, (f"AMSP's sum knows data parallelism only, and {error.problems[0]}.",))
     summed = [row for row in amsp_search(plain, top=1) if row.fits]
-    searched = Search(plain, simulations).run(10).candidates
+    searched = best_plans(plain, 10, simulations).candidates
     by_sum = _under_both(plain, simulations.price(plain, summed[0].plan)) if summed else None
     by_time = _under_both(plain, searched[0]) if searched else None
     return BothObjectives(by_sum, by_time, tuple(_differences(plain, by_sum, by_time, chosen)))

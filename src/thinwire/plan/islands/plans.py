@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from thinwire.errors import SpecError
 from thinwire.plan.islands.loss_law import ExchangeWay, LossLaw
 from thinwire.plan.priced import PricedPlan, Simulations
-from thinwire.plan.search import Search, elsewhere
+from thinwire.plan.search import best_plans, elsewhere
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.islands import Islands
@@ -114,4 +114,4 @@ def _insides(job: TrainingJob, count: int, simulations: Simulations) -> list[Pla
     leaves = job.cluster.leaves
     cluster = job.cluster.with_(nodes=nodes, leaves=leaves[:nodes] if isinstance(leaves, tuple) else leaves)
     island = elsewhere(job, cluster, tokens_per_step=job.tokens_per_step // count)
-    return [candidate.plan for candidate in Search(island, simulations).run(_TRIED).candidates]
+    return [candidate.plan for candidate in best_plans(island, _TRIED, simulations).candidates]

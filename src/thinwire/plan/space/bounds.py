@@ -48,7 +48,7 @@ class Computation:
         bubble: Seconds that a pipeline adds.
         update: The optimizer.
         step: Fixed seconds per step.
-        control: The exchange of all ranks at the end of a step.
+        control: The exchanges of all ranks at the end of a step.
         clip: Whether the update waits for all gradients.
         slowing: What a second of computation beside a transfer costs both, at least.
     """

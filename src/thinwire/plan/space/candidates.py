@@ -22,7 +22,7 @@ from thinwire.plan.space.bounds import Array, Computation, least_seconds
 from thinwire.plan.space.state_bytes import StateBytes
 from thinwire.plan.space.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
-from thinwire.program import Kind, Scope
+from thinwire.program import NORM_BYTES, Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
 
@@ -290,8 +290,9 @@ class Candidates:
 
     @cached_property
     def _control(self) -> float:
-        """Seconds of the exchange of all ranks at the end of a step."""
-        return 0.0 if self.mesh.ranks == 1 else self._pricer.control(self.mesh, self._units.control)
+        """Seconds of the exchanges of all ranks at the end of a step; the second one is of the gradient norm."""
+        exchanged = (self._units.control, NORM_BYTES) if self.job.clip else (self._units.control,)
+        return 0.0 if self.mesh.ranks == 1 else sum(self._pricer.control(self.mesh, nbytes) for nbytes in exchanged)
 
     def plan(self, candidate: Candidate) -> Plan:
         """The full plan of a candidate."""

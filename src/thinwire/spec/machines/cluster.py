@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -205,7 +206,7 @@ class ClusterSpec(Machines):
         Raises:
             SpecError: ``order`` is not a permutation, or its length does not divide the number of nodes.
         """
-        if self.leaves is None:
+        if self.leaves is None and not self.groups:
             return self
         size = len(order)
         if self.nodes % size or sorted(order) != list(range(size)):
@@ -214,9 +215,12 @@ class ClusterSpec(Machines):
                 "cluster",
                 f"{what} should name each of its nodes once, and its length should divide the {self.nodes} nodes",
             )
-        leaf_of = self.leaf_of_nodes
-        leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
-        return self.with_(leaves=leaves)
+        nodes = [start + node for start in range(0, self.nodes, size) for node in order]
+        leaves = None if self.leaves is None else tuple(self.leaf_of_nodes[node] for node in nodes)
+        # Neighbours that were of one group stay in one: a step is played once for each group.
+        runs = groupby(self.group_of_nodes[node] for node in nodes) if self.groups else ()
+        groups = tuple(self.groups[number].with_(nodes=len(list(run))) for number, run in runs)
+        return self.with_(leaves=leaves, groups=groups)
 
 
 def mean_peak(cluster: ClusterSpec, dtype: str) -> float:

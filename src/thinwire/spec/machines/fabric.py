@@ -45,7 +45,7 @@ class Fabric:
     def __init__(self, cluster: ClusterSpec, group: int | None = None) -> None:
         links, self._leaves = cluster.links, cluster.leaf_of_nodes
         self._cards = min(links.nic.bandwidth, links.leaf.bandwidth if links.leaf else links.nic.bandwidth)
-        self._latency = links.nic.latency + (links.leaf.latency if links.leaf else 0.0)
+        self._latency, self._leaf_latency = links.nic.latency, links.leaf.latency if links.leaf else 0.0
         self._spine, self._zone = links.spine, links.zone
         self._one_leaf = len(set(self._leaves)) == 1
         self._routes: dict[tuple[int, int, bool], Route] = {}
@@ -67,16 +67,16 @@ class Fabric:
 
     def _route(self, nodes: int, stride: int, exchange: bool) -> Route:
         crossing = 0.0 if self._one_leaf else crossing_share(self._leaves, nodes, stride, exchange=exchange)
-        cards, latency, load = self._cards, self._latency, 0.0
+        cards, latency, between = self._cards, self._latency, 0.0
+        if self._unlike is not None:
+            cards, latency, between = self._unlike.slowest(nodes, stride, exchange=exchange)
+        latency, load = latency + self._leaf_latency, 0.0
         if self._spine is not None:
             load = crossing * cards / self._spine.bandwidth
             latency += crossing * self._spine.latency
-        if self._unlike is not None:
-            cards, between = self._unlike.slowest(nodes, stride, exchange=exchange)
-            load *= cards / self._cards
-            if between and self._zone is not None:
-                latency += between * self._zone.latency
-                load = max(load, between * cards / self._zone.bandwidth)
+        if between and self._zone is not None:
+            latency += between * self._zone.latency
+            load = max(load, between * cards / self._zone.bandwidth)
         return Route(cards / max(1.0, load), latency, crossing, load)
 
 
@@ -86,16 +86,17 @@ class _UnlikeNodes:
     def __init__(self, cluster: ClusterSpec, group: int | None) -> None:
         group_of, groups = cluster.group_of_nodes, cluster.groups
         zones = list(dict.fromkeys(known.zone for known in groups))
-        nics = [known.nic.bandwidth if known.nic else cluster.links.nic.bandwidth for known in groups]
+        nics = [known.nic or cluster.links.nic for known in groups]
         most = cluster.links.leaf.bandwidth if cluster.links.leaf else math.inf
         self._zones = [zones.index(groups[number].zone) for number in group_of]
-        self._nics = [min(most, nics[number]) for number in group_of]
+        self._nics = [min(most, nics[number].bandwidth) for number in group_of]
+        self._latencies = [nics[number].latency for number in group_of]
         self._asked = {node for node, number in enumerate(group_of) if group in (None, number)}
 
-    def slowest(self, nodes: int, stride: int, *, exchange: bool) -> tuple[float, float]:
-        """Bits per second of the slowest cards of a node, and the share of the traffic that leaves a zone; arguments as
-        of :meth:`Fabric.route`."""
-        size, slow, crosses = nodes * stride, [], False
+    def slowest(self, nodes: int, stride: int, *, exchange: bool) -> tuple[float, float, float]:
+        """Bits per second of the slowest cards of a node, the largest latency of any, and the share of the traffic that
+        leaves a zone; arguments as of :meth:`Fabric.route`."""
+        size, slow, late, crosses = nodes * stride, [], [], False
         for start in range(0, len(self._nics), size):
             block = range(start, min(start + size, len(self._nics)))
             for column in range(min(stride, len(block))):
@@ -103,9 +104,10 @@ class _UnlikeNodes:
                 if self._asked.isdisjoint(members):
                     continue
                 slow.append(min(self._nics[node] for node in members))
+                late.append(max(self._latencies[node] for node in members))
                 crosses |= len({self._zones[node] for node in members}) > 1
         share = crossing_share(self._zones, nodes, stride, exchange=exchange) if crosses else 0.0
-        return min(slow), share
+        return min(slow), max(late), share
 
 
 def crossing_share(leaves: Sequence[int], nodes: int, stride: int, *, exchange: bool) -> float:
