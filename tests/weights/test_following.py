@@ -13,6 +13,7 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -184,7 +185,25 @@ def test_a_store_that_was_emptied_is_followed_again(
         assert subscriber.update(2, fetched=reads_ahead) in (2, None)
         assert_holds(subscriber, 2)
     assert subscriber.update() == 3
-    assert caplog.text.count("is left: following 000001") == 1
+    assert caplog.text.count("000002-00000000: following 000001") == 1
+
+
+def test_a_run_that_is_taken_while_the_store_is_listed_is_not_given_up(store: Path) -> None:
+    subscriber = tw.Subscriber(str(store))
+    names = subscriber._store.names
+
+    def late() -> list[Name]:
+        """An answer of before a run began, which is taken by another thread before the answer is read."""
+        answer = names()
+        write(store, 4, 0, encode(4, PIECES, None, values(4)), run="000002-00000000")
+        with mock.patch.object(subscriber._store, "names", names):
+            assert subscriber.update() == 4
+        return answer
+
+    with mock.patch.object(subscriber._store, "names", late):
+        subscriber.fetch()
+    assert subscriber.update(fetched=True) is None
+    assert_holds(subscriber, 4)
 
 
 def test_what_was_fetched_is_not_read_again(store: Path) -> None:

@@ -200,16 +200,15 @@ class Subscriber:
     def _listed(self) -> dict[_Key, list[Name]]:
         """The complete versions in the store. A run of which nothing is left there, and which none after it has
         replaced, is followed no longer: the store was emptied, or is another one."""
+        held = self._past[0]  # before the store is asked, as another thread may take a run that begins meanwhile
         names = self._store.names()
         versions = complete(names)
         newest = max((run for run, _, _, kind in versions if kind == "anchor"), default="")
-        with self._writing:
-            held = self._past[0]
-            if "" < newest < held and all(name.run != held for name in names):
-                log.warning(
-                    "%s: nothing of run %s, which was followed, is left: following %s", self._store.url, held, newest
-                )
-                self._past, self._fetched = ("", 0), {}
+        if "" < newest < held and all(name.run != held for name in names):
+            with self._writing:
+                if self._past[0] == held:
+                    log.warning("%s: nothing is left of run %s: following %s", self._store.url, held, newest)
+                    self._past, self._fetched = ("", 0), {}
         return versions
 
     def _way(self, versions: Collection[_Key]) -> list[_Key]:
