@@ -124,6 +124,27 @@ def test_hooks_and_attributes_are_not_told_by_options(kind: Any) -> None:
     assert not any(map(tell_all, (hooked, changed, stepping)))
 
 
+class Settings:
+    """Does not compare."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+
+class WithSettings(torch.optim.SGD):
+    """Keeps its options in an object, as those of bitsandbytes do."""
+
+    def __init__(self, params: Any, lr: float, bits: int = 8) -> None:
+        super().__init__(params, lr=lr)
+        self.settings = Settings(bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_attributes_are_compared_by_what_they_hold(bits: int) -> None:
+    optimizer = WithSettings([torch.nn.Parameter(torch.ones(3))], 0.1, bits)
+    assert options_tell_all(optimizer, {"lr": 0.1}, CPU) == (bits == 8)
+
+
 def test_an_optimizer_that_cannot_be_made_again_is_tried_as_it_is() -> None:
     optimizer = Held([torch.nn.Parameter(torch.ones(3))], "base")
     optimizer.register_step_post_hook(lambda *_: pytest.fail("a trial called a hook"))
