@@ -650,3 +650,34 @@ def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: 
         optimizer.zero_grad()
     (2 * alone(torch.ones(2, 8)).square().mean()).backward()
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf)), rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(2)
+def test_gradients_that_were_dropped_keep_their_values(preset: str) -> None:
+    def outcome(model: nn.Sequential, drop: Callable[[], None]) -> list[torch.Tensor]:
+        (first, second), x = (layer.weight for layer in model), torch.linspace(-1, 1, 6).view(2, 3)
+        model(x).square().mean().backward()
+        first.grad, second.grad = second.grad, first.grad
+        held = [parameter.grad for parameter in model.parameters()]
+        alias = first.grad.detach()
+        drop()
+        model(x).abs().mean().backward()
+        seen = [*map(whole, held), whole(alias), held[0].norm(), *(whole(p.grad) for p in model.parameters())]
+        first.grad = None
+        first.grad = held[0]
+        for parameter in list(model.parameters())[1:]:
+            parameter.grad = None
+        return [*seen, whole(first.grad)]
+
+    alone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    model = tw.shard(copy.deepcopy(alone), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
+    drops = model.zero_grad, tw.optimizer(model, torch.optim.SGD, lr=0.1).zero_grad
+    expected = outcome(alone, alone.zero_grad)
+    for drop in drops:
+        for value, other in zip(outcome(model, drop), expected, strict=True):
+            same(value, other, "a gradient")
+        model.zero_grad()
