@@ -681,3 +681,15 @@ def test_gradients_that_were_dropped_keep_their_values(preset: str) -> None:
         for value, other in zip(outcome(model, drop), expected, strict=True):
             same(value, other, "a gradient")
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_that_of_a_parameter_that_is_cut_differently() -> None:
+    alone = nn.Sequential(nn.Linear(3, 12), nn.Linear(12, 12))
+    preset = tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32")
+    model = tw.shard(copy.deepcopy(alone), preset, units=[])
+    assert (model[0].bias.spec.length, model[1].bias.spec.length) == ((12, 0), (0, 12))[dist.get_rank()]
+    for each in (model, alone):
+        each(torch.ones(2, 3)).square().sum().backward()
+        each[0].bias.grad = each[1].bias.grad
+    same(model[0].bias.grad, alone[0].bias.grad, "a gradient")

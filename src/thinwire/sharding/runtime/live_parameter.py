@@ -150,6 +150,8 @@ class ModelParameter(LiveParameter):
             raise UsageError(f"{self.share.spec.name}.grad is set before the step's last backward")
         with torch.no_grad():
             if self._gradient is None or value is not self._gradient:
+                if isinstance(value, ShareTensor) and not value.spec.same_cut(self.share.spec):
+                    value = value.full_tensor()
                 piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
                 self.part_with_gradient()
                 self.gradients.replace(trained, piece)
