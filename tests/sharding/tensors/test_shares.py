@@ -693,3 +693,21 @@ def test_a_gradient_may_be_that_of_a_parameter_that_is_cut_differently() -> None
         each(torch.ones(2, 3)).square().sum().backward()
         each[0].bias.grad = each[1].bias.grad
     same(model[0].bias.grad, alone[0].bias.grad, "a gradient")
+
+
+@on_ranks(2)
+def test_transforms_take_whole_parameters() -> None:
+    alone, x = nn.Linear(3, 2), torch.ones(4, 3)
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        return torch.func.grad(loss)(dict(model.named_parameters()))
+
+    model = tw.shard(copy.deepcopy(alone), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    assert "torch.func with what model.named_parameters() lists there" in raised(UsageError, gradients, model)
+    with tw.full_parameters(model):
+        inside = gradients(model)
+    for name, gradient in gradients(alone).items():
+        same(inside[name], gradient, name)
