@@ -97,8 +97,9 @@ class ModelParameter(LiveParameter):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()
         with self.masters.reading(self.unit.index):
-            # Gathered memory is freed even if the caller still has a view of it, so return a copy.
-            return value.clone() if self.unit.sharded else value
+            # Gathered memory is freed even if the caller still has a view of it, so return a copy. Views of shares rely
+            # on the order of its elements.
+            return value.clone(memory_format=torch.contiguous_format) if self.unit.sharded else value.contiguous()
 
     # -- the gradient ------------------------------------------------------------------------------------------
 
