@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from thinwire.sharding.tensors.operations import _first_generator
+from thinwire.sharding.tensors.operations import first_generator
 from thinwire.sharding.tensors.spec import ShareSpec
 
 
@@ -21,7 +21,7 @@ def test_a_share_is_drawn_with_its_cards_generator(device: str, number: int, mon
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     holders = SimpleNamespace(first=lambda _own: first_ranks)
     spec = cast(ShareSpec, SimpleNamespace(pieces=2, length=1, holders=holders))
-    with _first_generator(spec, torch.device(device), None):
+    with first_generator(spec, torch.device(device), None):
         inside = [torch.equal(card.get_state(), first_ranks) for card in cards]
     assert inside == [card == number for card in range(3)]
     assert all(torch.equal(card.get_state(), state) for card, state in zip(cards, before, strict=True))

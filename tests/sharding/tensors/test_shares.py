@@ -675,3 +675,64 @@ def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: 
         optimizer.zero_grad()
     (2 * alone(torch.ones(2, 8)).square().mean()).backward()
     assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf)), rel=1e-5)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(2)
+def test_gradients_that_were_dropped_keep_their_values(preset: str) -> None:
+    def outcome(model: nn.Sequential, drop: Callable[[], None]) -> list[torch.Tensor]:
+        (first, second), x = (layer.weight for layer in model), torch.linspace(-1, 1, 6).view(2, 3)
+        model(x).square().mean().backward()
+        first.grad, second.grad = second.grad, first.grad
+        held = [parameter.grad for parameter in model.parameters()]
+        alias = first.grad.detach()
+        drop()
+        model(x).abs().mean().backward()
+        seen = [*map(whole, held), whole(alias), held[0].norm(), *(whole(p.grad) for p in model.parameters())]
+        first.grad = None
+        first.grad = held[0]
+        for parameter in list(model.parameters())[1:]:
+            parameter.grad = None
+        return [*seen, whole(first.grad)]
+
+    alone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    model = tw.shard(copy.deepcopy(alone), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
+    drops = model.zero_grad, tw.optimizer(model, torch.optim.SGD, lr=0.1).zero_grad
+    expected = outcome(alone, alone.zero_grad)
+    for drop in drops:
+        for value, other in zip(outcome(model, drop), expected, strict=True):
+            same(value, other, "a gradient")
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_that_of_a_parameter_that_is_cut_differently() -> None:
+    alone = nn.Sequential(nn.Linear(3, 12), nn.Linear(12, 12))
+    preset = tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32")
+    model = tw.shard(copy.deepcopy(alone), preset, units=[])
+    assert (model[0].bias.spec.length, model[1].bias.spec.length) == ((12, 0), (0, 12))[dist.get_rank()]
+    for each in (model, alone):
+        each(torch.ones(2, 3)).square().sum().backward()
+        each[0].bias.grad = each[1].bias.grad
+    same(model[0].bias.grad, alone[0].bias.grad, "a gradient")
+
+
+@on_ranks(2)
+def test_transforms_take_whole_parameters() -> None:
+    alone, x = nn.Linear(3, 2), torch.ones(4, 3)
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+        return torch.func.grad(loss)(dict(model.named_parameters()))
+
+    model = tw.shard(copy.deepcopy(alone), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    assert "torch.func with what model.named_parameters() lists there" in raised(UsageError, gradients, model)
+    with tw.full_parameters(model):
+        inside = gradients(model)
+    for name, gradient in gradients(alone).items():
+        same(inside[name], gradient, name)

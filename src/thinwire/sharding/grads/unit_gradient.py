@@ -341,13 +341,15 @@ class UnitGradient:
         if self.topology.shard > 1 and self.has_local:
             self.local.kept[shard].zero_()
 
-    def add(self, owned: slice, values: torch.Tensor) -> None:
-        """Add to the gradient that ranks have combined; the caller has waited for it.
+    def add(self, index: int, owned: slice, values: torch.Tensor) -> None:
+        """Add to the gradient of parameter ``index`` that ranks have combined; the caller has waited for it.
 
         Args:
+            index: slot of the parameter.
             owned: elements of ``owned``.
             values: what to add to them, 1-D.
         """
+        self._forgotten.discard(index)
         kept, adds = self.owned.kept, not self.owned.empty
         self.owned.empty = False
         if adds:

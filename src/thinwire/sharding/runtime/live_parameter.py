@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -96,8 +97,9 @@ class ModelParameter(LiveParameter):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()
         with self.masters.reading(self.unit.index):
-            # Gathered memory is freed even if the caller still has a view of it, so return a copy.
-            return value.clone() if self.unit.sharded else value
+            # Gathered memory is freed even if the caller still has a view of it, so return a copy. Views of shares rely
+            # on the order of its elements.
+            return value.clone(memory_format=torch.contiguous_format) if self.unit.sharded else value.contiguous()
 
     # -- the gradient ------------------------------------------------------------------------------------------
 
@@ -105,8 +107,8 @@ class ModelParameter(LiveParameter):
         if self.trained is None or not self.gradients.exists(self.trained):
             return None
         if self._gradient is None:
-            values = self.trained.part.owned.memory[self.trained.owned]
-            self._gradient = ShareTensor(self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self))
+            values, live = self.trained.part.owned.memory[self.trained.owned], _LiveGradient(self)
+            self._gradient = ShareTensor(live.piece, self.share.spec, like=values, live=live)
         return self._gradient
 
     def gradient_piece(self) -> torch.Tensor:
@@ -118,6 +120,14 @@ class ModelParameter(LiveParameter):
         assert self.trained is not None
         return self.gradients.piece(self.trained, self.share.spec.name)
 
+    def part_with_gradient(self) -> None:
+        if self._gradient is None:
+            return
+        live = weakref.ref(cast(_LiveGradient, self._gradient.live))
+        self._gradient = None
+        if (held := live()) is not None:
+            held.part()
+
     def set_gradient(self, value: torch.Tensor | None) -> None:
         trained = self.trained
         if trained is None:
@@ -128,6 +138,7 @@ class ModelParameter(LiveParameter):
                 )
             return
         if value is None:
+            self.part_with_gradient()
             if not self.gradients.is_absent(trained):
                 self.gradients.forget(trained)
             return
@@ -139,8 +150,11 @@ class ModelParameter(LiveParameter):
         if trained.part.unsynced:
             raise UsageError(f"{self.share.spec.name}.grad is set before the step's last backward")
         with torch.no_grad():
-            piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
             if self._gradient is None or value is not self._gradient:
+                if isinstance(value, ShareTensor) and not value.spec.same_cut(self.share.spec):
+                    value = value.full_tensor()
+                piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
+                self.part_with_gradient()
                 self.gradients.replace(trained, piece)
         self.gradients.note_set(trained)
 
@@ -172,22 +186,45 @@ class ModelParameter(LiveParameter):
 
 
 class _LiveGradient(Live):
-    """Connects the gradient of one parameter to the runtime."""
+    """Connects a gradient of one parameter, and its aliases, to the runtime until the parameter drops the gradient. As
+    in torch, whoever still holds it then keeps its values."""
 
     def __init__(self, parameter: ModelParameter) -> None:
         self._parameter = parameter
+        self._dropped = False
+        self._values: torch.Tensor | None = None  # once it is dropped; None if ranks had not combined it
+
+    def piece(self) -> torch.Tensor:
+        """This rank's share of the gradient, 1-D; see :meth:`ModelParameter.gradient_piece`."""
+        if not self._dropped:
+            return self._parameter.gradient_piece()
+        if self._values is None:
+            raise UsageError(
+                f"a gradient of {self._parameter.share.spec.name} is read that was dropped before the step's last "
+                "backward: ranks had not combined it. Drop it after that backward"
+            )
+        return self._values
+
+    def part(self) -> None:
+        """Keep the values, because the runtime is about to reuse their memory."""
+        trained = self._parameter.trained
+        if trained is not None and not trained.part.unsynced:
+            self._values = self.piece().clone()
+        self._dropped = True
 
     def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
         """A gradient keeps its memory."""
 
     def before_write(self) -> None:
-        self._parameter.gradient_piece()
+        self.piece()
 
     def after_write(self) -> None:
-        self._parameter.gradients.changed()
+        if not self._dropped:
+            self._parameter.gradients.changed()
 
     def overflowed(self) -> None:
-        self._parameter.gradients.overflowed()
+        if not self._dropped:
+            self._parameter.gradients.overflowed()
 
     def norms(self, order: float) -> torch.Tensor | None:
-        return self._parameter.gradients.norms(order)[self._parameter.share.spec.name]
+        return None if self._dropped else self._parameter.gradients.norms(order)[self._parameter.share.spec.name]

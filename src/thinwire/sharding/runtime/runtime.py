@@ -279,11 +279,11 @@ class Runtime:
         for unit in self.passes.deliveries.values():
             unit.forget()
         self.reducer.join()
+        if self.gradients is not None:
+            self.gradients.drop()
         for part in self.reducer.parts:
             part.reset()
         self.step_check.forget_gradients()
-        if self.gradients is not None:
-            self.gradients.drop_added()
 
     def progress(self, share: float) -> None:
         """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""

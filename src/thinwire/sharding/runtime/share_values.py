@@ -299,7 +299,7 @@ class ShareGradients:
         self._reducer.join_unit(trained.unit)
         if not trained.part.owned.empty:
             trained.part.owned.kept[trained.owned].zero_()
-        trained.part.add(trained.owned, piece)
+        trained.part.add(trained.index, trained.owned, piece)
 
     def note_set(self, trained: TrainedParameter) -> None:
         """Record that a parameter was given a gradient; called alike on every rank."""
@@ -338,9 +338,11 @@ class ShareGradients:
         added, self._added = self._added, []
         for trained, piece in added:
             self._reducer.join_unit(trained.unit)
-            trained.part.add(trained.owned, piece * self._copies if self._copies > 1 else piece)
+            trained.part.add(trained.index, trained.owned, piece * self._copies if self._copies > 1 else piece)
 
-    def drop_added(self) -> None:
-        """Forget the gradients of operations on shares."""
+    def drop(self) -> None:
+        """Forget the gradients of operations on shares, and part with those that were handed out."""
+        for share, _ in self.shares:
+            share.live.part_with_gradient()
         self._added.clear()
         self.forget_norms()

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 import torch
 
-from thinwire.sharding.tensors.arguments import replaced
-from thinwire.sharding.tensors.tensor import ShareTensor, changed_tensors
+from thinwire.sharding.tensors.arguments import changed_tensors, replaced, tensors_among
+from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.sharding.tensors.views import with_views
 
 _ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions whose result is another name of the same values."""
@@ -52,12 +53,15 @@ class StateEntry(torch.Tensor):
                 for entry in changed:
                     entry.copy_(entry.share.full_tensor())
             return next((entry for entry in changed if entry.share is result), result)
-        if any(issubclass(kind, ShareTensor) for kind in types):
+        if not {cls, torch.Tensor}.issuperset(types):
             args, kwargs = replaced(cls, cls._plain, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            return cls._showing(args[0].share, result) if func in _ALIASES else result
+            if func in _ALIASES:
+                return cls._showing(args[0].share, result)
+            entries = [one for one in tensors_among((args, kwargs)) if isinstance(one, cls)]
+            return with_views(result, [(entry.share, entry) for entry in entries])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copied = memo[id(self)] = self._plain().clone()

@@ -333,7 +333,7 @@ def _random(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise NeedsWhole
     spec: ShareSpec = share.spec
     whole = torch.empty(spec.shape, dtype=kwargs.get("dtype") or share.dtype, device=share.device)
-    with _first_generator(spec, share.device, kwargs.get("generator")):
+    with first_generator(spec, share.device, kwargs.get("generator")):
         drawn = func(whole, *args[1:], **kwargs)
     if not in_place:
         return cls(spec.cut(drawn).clone(), spec)
@@ -343,7 +343,7 @@ def _random(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextlib.contextmanager
-def _first_generator(spec: ShareSpec, device: torch.device, given: torch.Generator | None) -> Iterator[None]:
+def first_generator(spec: ShareSpec, device: torch.device, given: torch.Generator | None) -> Iterator[None]:
     """Use the state of the first rank's generator. Afterwards, only the first rank's generator has advanced."""
     if spec.pieces == 1 and spec.length == 0:
         yield

@@ -20,7 +20,8 @@ class NeedsWhole(UsageError):
             "a function of torch's C++ code needs whole parameters, and the model is sharded. If it is "
             "DistributedDataParallel: leave it out, thinwire combines gradients itself; for transformers.Trainer, "
             "Accelerate and Lightning, take thinwire.integrations. If it is another one: call it inside "
-            "thinwire.full_parameters(model)"
+            "thinwire.full_parameters(model), and a transform of torch.func with what model.named_parameters() lists "
+            "there"
         )
 
     def __reduce__(self) -> tuple[type[NeedsWhole], tuple[()]]:

@@ -14,7 +14,7 @@ There are three kinds of operations:
 2. *Reductions over the whole tensor* (``sum``, ``norm``, ``max``, ``all``): each rank reduces its piece, and the ranks
    combine the results. Every rank must call the operation.
 3. *Everything else* (``matmul``, slicing, ``view(-1)``) needs the whole tensor. Ranks gather it, and the operation runs
-   on a plain tensor. Every rank must call the operation.
+   on a plain tensor. Every rank must call the operation. Slices and other views are :class:`ShareView`.
 
 ``__torch_dispatch__`` handles the first two kinds and raises :class:`NeedsWhole` for the third.
 ``__torch_function__``, which sees a function before autograd decomposes it, then gathers and calls the function again.
@@ -25,15 +25,16 @@ differ from rank to rank, and a single rank may own a whole tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.sharding.tensors.arguments import replaced, tensors_among
+from thinwire.sharding.tensors.arguments import changed_tensors, receives, replaced, tensors_among
 from thinwire.sharding.tensors.operations import perform
 from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
+from thinwire.sharding.tensors.views import ShareView, with_views
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -53,11 +54,8 @@ _UPDATES: Final = frozenset(
 _OF_ONE_DTYPE: Final = frozenset(("lerp", "lerp_", "_foreach_lerp", "_foreach_lerp_"))
 """Names of functions that torch refuses for two dtypes, as of a parameter with a master and of one without."""
 
-_RECEIVING: Final = frozenset(
-    ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "recv", "reduce", "reduce_scatter",
-     "reduce_scatter_tensor", "scatter")
-)  # fmt: skip
-"""Names of functions of torch.distributed that write to their first argument."""
+_Wholes = dict[int, tuple["ShareTensor", torch.Tensor]]
+"""Share tensors and whole plain tensors that stand for them, by ``id`` of the share tensor."""
 
 
 class ShareTensor(torch.Tensor):
@@ -145,6 +143,8 @@ class ShareTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if ShareView in types and any(isinstance(one, ShareView) for one in changed_tensors(func, args, kwargs)):
+            return NotImplemented  # it writes to its own share tensor
         if func in _WALKS:
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
@@ -170,8 +170,9 @@ class ShareTensor(torch.Tensor):
         written = [tensor for tensor in changed_tensors(func, args, kwargs) if isinstance(tensor, ShareTensor)]
         if written:
             return _write_whole(func, written, args, kwargs)
-        args, kwargs = _with_wholes(args, kwargs)
-        return func(*args, **kwargs)
+        wholes: _Wholes = {}
+        args, kwargs = _with_wholes(args, kwargs, wholes)
+        return with_views(func(*args, **kwargs), wholes.values())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -262,35 +263,21 @@ def _alike(start: Any, end: Any, *, in_place: bool) -> tuple[Any, Any]:
     return start, end
 
 
-def changed_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``,
-    ``all_reduce(x)``."""
-    name = getattr(func, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _receives(func)
-    return [*(tensors_among(args[0]) if in_place and args else ()), *tensors_among(kwargs.get("out"))]
-
-
-def _receives(func: Callable[..., Any]) -> bool:
-    """Whether a function of torch.distributed writes to its first argument."""
-    name, module = getattr(func, "__name__", ""), getattr(func, "__module__", None)
-    return name in _RECEIVING and module == "torch.distributed.distributed_c10d"
-
-
 def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args: Any, kwargs: Any) -> Any:
     """Call a function that changes whole tensors on gathered copies, and copy this rank's pieces back."""
-    recorded = torch.is_grad_enabled() and not _receives(func)
+    recorded = torch.is_grad_enabled() and not receives(func)
     if recorded and any(share.requires_grad and share.is_leaf for share in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
-        copies = {id(share): share.full_tensor() for share in written}
-        args, kwargs = _with_wholes(args, kwargs, copies)
+        wholes: _Wholes = {id(share): (share, share.full_tensor()) for share in written}
+        copies = list(wholes.values())
+        args, kwargs = _with_wholes(args, kwargs, wholes)
         result = func(*args, **kwargs)
-        if _receives(func) and result is not None:
+        if receives(func) and result is not None:
             result.wait()  # the work of async_op=True, which fills the copies
-        for share in written:
-            share.copy_(copies[id(share)])
-    by_copy = {id(copies[id(share)]): share for share in written}
-    return by_copy.get(id(result), result)
+        for share, copy in copies:
+            share.copy_(copy)
+    return next((share for share, copy in copies if copy is result), result)
 
 
 def _computed(share: ShareTensor) -> torch.Tensor:
@@ -298,19 +285,18 @@ def _computed(share: ShareTensor) -> torch.Tensor:
     return getattr(share.live, "compute_tensor", share)
 
 
-def _with_wholes(args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> tuple[Any, Any]:
-    """The arguments of a call, with share tensors replaced by plain tensors; ``copies`` are those that are already
-    gathered, by ``id`` of the share tensor."""
-    gathered = copies or {}
+def _with_wholes(args: Any, kwargs: Any, wholes: _Wholes) -> tuple[Any, Any]:
+    """The arguments of a call, with share tensors replaced by plain tensors: those of ``wholes``, to which others are
+    added."""
     dtypes = {
         t.dtype for t in tensors_among((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()
     }
 
     def whole(share: ShareTensor) -> torch.Tensor:
-        if id(share) in gathered:
-            return gathered[id(share)]
-        compute: Callable[..., torch.Tensor] | None = getattr(share.live, "compute", None)
-        return share.full_tensor() if compute is None else compute(share, dtypes)
+        if id(share) not in wholes:
+            compute: Callable[..., torch.Tensor] | None = getattr(share.live, "compute", None)
+            wholes[id(share)] = share, share.full_tensor() if compute is None else compute(share, dtypes)
+        return wholes[id(share)][1]
 
     plain: tuple[Any, Any] = replaced(ShareTensor, whole, (args, kwargs))
     return plain

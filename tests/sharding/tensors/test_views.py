@@ -1,0 +1,134 @@
+"""Views of shares are read and written as views of whole parameters are."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.support.ranks import on_ranks
+from tests.support.training.edge import raised
+from torch import nn
+from torch.nn import init
+
+import thinwire as tw
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+pytestmark = pytest.mark.ranks
+
+Model = nn.Sequential
+
+
+def build() -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(6, 4, padding_idx=2), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def shard(preset: str, dtype: str = "float32") -> Model:
+    sharded: Model = tw.shard(build(), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype=dtype))
+    return sharded
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, ShareTensor) else value).detach()
+
+
+def own_initialisation(model: Model) -> None:
+    is_sharded = isinstance(model[1].weight, ShareTensor)
+    torch.manual_seed(dist.get_rank() if is_sharded else 0)  # ranks draw what the first one draws
+    model[0].reset_parameters()
+    init.normal_(model[1].weight[1:])
+    init.constant_(model[0].weight[4], 0.5)
+
+
+def through_data(model: Model) -> None:
+    model[0].weight.data[3].zero_()
+    model[1].weight.data.view(-1)[3] = 9.0
+    model[1].bias.data.chunk(2)[1].fill_(3)
+    model[2].weight.data.t().t()[1:3].T.mul_(2)
+    for row in model[1].weight.data:
+        row.mul_(2)
+
+
+def in_other_ways(model: Model) -> None:
+    with torch.no_grad():
+        row = model[1].weight[0]
+        row += 3
+        F.relu(model[1].weight[1:3], inplace=True)
+        torch.add(model[1].bias[1:], 1, out=model[2].bias[:3])
+        torch._foreach_mul_([model[2].weight.data[0], model[2].weight.data[1]], 2.0)
+        torch._foreach_add_([model[1].weight.data, model[2].weight[2]], 1.0)
+        model[0].weight.view(-1)[:16].copy_(model[2].weight.view(-1))
+        turned = model[2].weight.t()
+        turned.t_()[3].zero_()
+
+
+def late(model: Model) -> None:
+    with torch.no_grad():
+        row = model[1].weight[0]
+        model[1].weight.mul_(2)
+        row[1] = 7.0
+
+
+def through_a_state_dict(model: Model) -> None:
+    state = model.state_dict()
+    state["1.weight"][0].zero_()
+    state["1.bias"] += 1
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@on_ranks(2)
+def test_writes_to_views_reach_the_parameter(preset: str) -> None:
+    writes: list[Callable[[Model], None]] = [own_initialisation, through_data, in_other_ways, late]
+    for write in [*writes, through_a_state_dict] if preset == "ddp" else writes:
+        model, alone = shard(preset, "bfloat16"), build()
+        write(model)
+        write(alone)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(whole(mine), theirs.detach()), write.__name__
+
+
+@on_ranks(2)
+def test_writes_to_views_reach_the_gradient() -> None:
+    model, alone = shard("zero3"), build()
+    for each in (model, alone):
+        each(torch.arange(6)).square().mean().backward()
+        each[1].weight.grad[:2].zero_()
+        each[2].weight.grad.view(-1)[3:5] *= 2
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(whole(mine.grad), theirs.grad)
+
+
+@on_ranks(2)
+def test_views_read_as_plain_tensors() -> None:
+    model, alone = shard("zero3"), build()
+    view, plain = model[1].weight.data[0], alone[1].weight.data[0]
+    torch.save(view, file := io.BytesIO())
+    file.seek(0)
+    for each in (torch.load(file), copy.deepcopy(view), view + 0, view.clone(), torch.vmap(torch.neg)(-view)):
+        assert type(each) is torch.Tensor
+        assert torch.equal(each, plain)
+    assert (repr(view), f"{view[0]:.3f}", view.tolist()) == (repr(plain), f"{plain[0]:.3f}", plain.tolist())
+    turned = model[1].weight.t()
+    other = alone[1].weight.t()
+    gradients = [torch.autograd.grad((each @ each).sum(), each)[0] for each in (turned, other)]
+    assert torch.allclose(*gradients)
+    assert "view of a leaf Variable" in raised(RuntimeError, turned.zero_)
+    row = nn.Parameter(view)
+    (3 * row).sum().backward()
+    torch.optim.SGD([row], lr=0.5).step()
+    assert torch.allclose(whole(model[1].weight)[0], plain - 1.5)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_compiled_functions_take_views() -> None:
+    model = shard("zero3")
+    double = torch.compile(lambda matrix: matrix @ matrix.T + 1, backend="eager", fullgraph=True)
+    weight = whole(model[1].weight)
+    assert torch.equal(double(model[1].weight.data.view(2, 8)), weight.view(2, 8) @ weight.view(2, 8).T + 1)
