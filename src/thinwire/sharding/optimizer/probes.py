@@ -215,7 +215,8 @@ _CHANGING: Final = frozenset({"param_groups", "state", "step", "_opt_called"})
 
 def _are_equal(one: Any, other: Any) -> bool:
     """Whether two values are known to hold the same; those of a class that does not compare are by their attributes."""
-    if one is other or type(one) is not type(other):
+    kind: Any = type(one)
+    if one is other or kind is not type(other):
         return one is other
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
@@ -224,7 +225,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_are_equal, one, other))
     try:
-        if type(one).__eq__ is object.__eq__ and not callable(one):
+        if kind.__eq__ is object.__eq__ and not callable(one):
             return bool(vars(one) == vars(other))
         return bool(one == other)
     except _REFUSALS:
