@@ -225,7 +225,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_are_equal, one, other))
     try:
-        if kind.__eq__ is object.__eq__ and not callable(one):
+        if getattr(kind, "__eq__", None) is object.__eq__ and not callable(one):
             return bool(vars(one) == vars(other))
         return bool(one == other)
     except _REFUSALS:
