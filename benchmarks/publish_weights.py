@@ -144,7 +144,7 @@ def receiver(store: Path) -> dict[str, Any]:
         if not compares:
             taken["pause"].clear()
             memory._tensors = {name: value.clone() for name, value in ahead.state_dict().items()}
-            memory.run, memory.version = ahead.run, ahead.version
+            memory.run, memory.version, memory._past = ahead.run, ahead.version, ahead._past
         else:
             memory._fetched = read
             take("applying", memory)
