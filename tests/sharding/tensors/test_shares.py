@@ -592,7 +592,7 @@ def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
 def refusals_of(model: nn.Module, early: torch.optim.Optimizer) -> Mapping[str, Callable[[], Any]]:
     """Actions that are refused, by words of the sentence."""
     return {
-        "has made steps before thinwire.shard": early.step,
+        "has states of whole parameters, as it was made or has made steps": early.step,
         "a sharded model cannot be pickled": partial(copy.copy, model),
         "cannot be copied alone": partial(copy.deepcopy, model.blocks[0]),
         "cannot be pickled": partial(pickle.dumps, model.first.weight),

@@ -78,6 +78,12 @@ def over_shares(
         new = tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)
         _stand_for(made, new)
         return [new]
+    for made in optimizers:
+        if made.state and not isinstance(made, ShardedOptimizer):
+            raise UsageError(
+                f"{type(made).__name__} keeps states of whole parameters from the moment it is made: shard the model "
+                "first, and make it from the sharded model's parameters"
+            )
     for made in optimizers if not whole_states else ():
         if not states_are_alike(made, sharded_of(model).device):
             refuse_class(model, type(made), _options(made), made.param_groups)
@@ -90,7 +96,7 @@ def _hold_shares(
 ) -> None:
     """Put shares in the place of the parameters that an optimizer holds."""
     kind = type(made).__name__
-    if made.state:
+    if any(kept.get("step", 1) for kept in made.state.values()):  # Adagrad's states are there from the beginning
         raise UsageError(f"{kind} has made steps before the model was sharded: shard the model before its first step")
     held: dict[int, ShardedParameter] = {}
     for parameter in itertools.chain.from_iterable(group["params"] for group in made.param_groups):

@@ -117,7 +117,7 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
     shares in the place of the parameters as they were.
 
     Raises:
-        UsageError: The optimizer has made steps before the model was sharded.
+        UsageError: The optimizer has states from before the model was sharded.
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups), _num_sharded
     known = getattr(optimizer, _MODELS, None)
@@ -130,8 +130,8 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
             if (share := sharded_parameter_of(parameter)) is not None:
                 if optimizer.state:
                     raise UsageError(
-                        f"{type(optimizer).__name__} has made steps before thinwire.shard, with states of whole "
-                        "parameters: make it after thinwire.shard, from model.parameters()"
+                        f"{type(optimizer).__name__} has states of whole parameters, as it was made or has made steps "
+                        "before thinwire.shard: make it after that, from model.parameters()"
                     )
                 group["params"][index] = parameter = share
             if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
