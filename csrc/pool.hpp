@@ -16,7 +16,9 @@ public:
         std::fegetenv(&before_);
         std::fesetenv(FE_DFL_ENV);
     }
-    ~DefaultFloats() { std::fesetenv(&before_); }
+    ~DefaultFloats() {
+        std::fesetenv(&before_);
+    }
     DefaultFloats(const DefaultFloats&) = delete;
     DefaultFloats& operator=(const DefaultFloats&) = delete;
 
