@@ -109,6 +109,7 @@ class ModelParameter(LiveParameter):
         if self._gradient is None:
             values, live = self.trained.part.owned.memory[self.trained.owned], _LiveGradient(self)
             self._gradient = ShareTensor(live.piece, self.share.spec, like=values, live=live)
+            self.gradients.parting.add(self._part_with_gradient)
         return self._gradient
 
     def gradient_piece(self) -> torch.Tensor:
@@ -120,7 +121,8 @@ class ModelParameter(LiveParameter):
         assert self.trained is not None
         return self.gradients.piece(self.trained, self.share.spec.name)
 
-    def part_with_gradient(self) -> None:
+    def _part_with_gradient(self) -> None:
+        """Let the gradient, which is about to be dropped, keep its values if somebody still holds it."""
         if self._gradient is None:
             return
         live = weakref.ref(cast(_LiveGradient, self._gradient.live))
@@ -138,7 +140,7 @@ class ModelParameter(LiveParameter):
                 )
             return
         if value is None:
-            self.part_with_gradient()
+            self._part_with_gradient()
             if not self.gradients.is_absent(trained):
                 self.gradients.forget(trained)
             return
@@ -154,7 +156,7 @@ class ModelParameter(LiveParameter):
                 if isinstance(value, ShareTensor) and not value.spec.same_cut(self.share.spec):
                     value = value.full_tensor()
                 piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
-                self.part_with_gradient()
+                self._part_with_gradient()
                 self.gradients.replace(trained, piece)
         self.gradients.note_set(trained)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,10 +56,10 @@ class Masters:
         self.widen: Callable[[Set[str]], None] = lambda _: None
         self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
         # The tables of the model's modules, and what they held when all trainable parameters were last managed.
-        self._child_tables: list[dict[str, nn.Module | None]] = []
-        self._tables: list[dict[str, nn.Parameter | None]] = []
-        self._children: list[nn.Module | None] = []
-        self._held: list[int] | None = None  # identities of parameters
+        # Modules and parameters that were checked, and the tables of modules that held them. Referred to, so that
+        # nothing new has the identity of what is gone.
+        self._tables: list[dict[str, Any]] = []
+        self._held: list[Any] = []
 
     def before_write(self) -> None:
         """Prepare for a write to masters: wait for the spreads that read them.
@@ -154,7 +156,8 @@ class Masters:
         """
         model = self.sharded.model
         # Without a walk over modules, which takes milliseconds where there are thousands.
-        if self._children == _values(self._child_tables) and self._held == _ids(self._tables):
+        present = _values(self._tables)
+        if present and len(present) == len(self._held) and all(map(operator.is_, present, self._held)):
             return
         # Inside of a backward, modules list the tensors that they compute with instead of shares.
         computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
@@ -172,16 +175,13 @@ class Masters:
                     "freeze it, or exclude it with thinwire.ignore(parameter)"
                 )
         modules = list(model.modules())
-        self._child_tables, self._tables = [m._modules for m in modules], [m._parameters for m in modules]
-        self._children, self._held = _values(self._child_tables), _ids(self._tables)
+        self._tables = [*(module._modules for module in modules), *(module._parameters for module in modules)]
+        self._held = _values(self._tables)
 
 
-def _values(tables: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
+    """The values of modules' tables. Those of parameters store what modules compute with."""
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
-
-
-def _ids(tables: list[dict[str, nn.Parameter | None]]) -> list[int]:
-    return [id(parameter) for table in tables for parameter in table.values()]
 
 
 @dataclass(eq=False)
@@ -209,7 +209,8 @@ class ShareGradients:
     """The gradients of one model's shares.
 
     Attributes:
-        trained: Trained shares, each with the hooks that wait for its combined gradient.
+        shares: Trained shares, each with the hooks that wait for its combined gradient.
+        parting: What to call before gradients are dropped that have been handed out.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class ShareGradients:
         plan, self._on_device = sharded.plan, sharded.decides_on_device
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
-        # Trained parameters, each with the hooks that wait for its combined gradient.
+        self.parting: set[Callable[[], None]] = set()
         self.shares: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
         self._norms: dict[float, dict[str, torch.Tensor]] = {}  # by order and name, until a gradient changes
 
@@ -342,7 +343,8 @@ class ShareGradients:
 
     def drop(self) -> None:
         """Forget the gradients of operations on shares, and part with those that were handed out."""
-        for share, _ in self.shares:
-            share.live.part_with_gradient()
+        for part in self.parting:
+            part()
+        self.parting.clear()
         self._added.clear()
         self.forget_norms()

@@ -32,9 +32,6 @@ class LiveParameter(Live, Protocol):
     def set_gradient(self, value: torch.Tensor | None) -> None:
         """Replace the gradient, or drop it if ``value`` is ``None``."""
 
-    def part_with_gradient(self) -> None:
-        """Let the gradient, which is about to be dropped, keep its values if somebody still holds it."""
-
     def train(self, *, wanted: bool) -> None:
         """Set whether gradients are computed."""
 
