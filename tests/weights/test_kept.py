@@ -96,11 +96,11 @@ def test_a_full_disk_leaves_the_file_and_is_tried_again(tmp_path: Path, monkeypa
     subscriber = tw.Subscriber(str(store), directory)
     subscriber.update()
     publish(store, 2)
-    (directory / ".model.safetensors.part").mkdir()  # in the way of the draft
+    (directory / ".model.safetensors.part").touch()  # in the way of the draft
     with pytest.raises(OSError, match=r"model\.safetensors\.part"):
         subscriber.update()
     assert held(directory) == 1
-    (directory / ".model.safetensors.part").rmdir()
+    (directory / ".model.safetensors.part").unlink()
     assert subscriber.update() == 2
     assert held(directory) == 2
 
@@ -136,4 +136,15 @@ def test_a_subscriber_that_is_killed_leaves_a_whole_version(tmp_path: Path) -> N
         assert 1 <= held(directory) <= version
     assert tw.Subscriber(str(store), directory).update() in (version, None)
     assert held(directory) == version
+    assert sorted(path.name for path in directory.iterdir()) == [".model.safetensors.lock", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [".model.safetensors.part/.tmpXyz", ".model.safetensors.part"])
+def test_what_a_killed_writer_leaves_is_removed(tmp_path: Path, name: str) -> None:
+    """safetensors writes to a file with a name of its own; the draft of earlier releases was a file."""
+    store, directory = tmp_path / "store", tmp_path / "model"
+    publish(store, 1)
+    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_bytes(bytes(100))
+    assert tw.Subscriber(str(store), directory).update() == 1
     assert sorted(path.name for path in directory.iterdir()) == [".model.safetensors.lock", "model.safetensors"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,7 @@ _KEYS: Final = ("run", "version", "step")
 
 class KeptVersion:
     """``model.safetensors`` in a directory, with the version in its metadata. Whoever is killed while writing it leaves
-    the one before, and a draft that the next one writes over.
+    the one before, and a draft that the next one removes.
 
     Args:
         directory: The directory, which may hold the configuration and the tokenizer of the model.
@@ -34,7 +35,8 @@ class KeptVersion:
 
     def __init__(self, directory: Path) -> None:
         make_directory(directory)
-        self._path, self._draft = directory / "model.safetensors", directory / ".model.safetensors.part"
+        # A directory for drafts: safetensors writes to a file with a name of its own, and leaves it if it is killed.
+        self._path, self._drafts = directory / "model.safetensors", directory / ".model.safetensors.part"
         if (index := directory / "model.safetensors.index.json").exists():
             raise UsageError(f"{index} makes readers take other files: remove it and the files that it names")
         self._lock = os.open(directory / ".model.safetensors.lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -43,6 +45,9 @@ class KeptVersion:
         except OSError as error:
             os.close(self._lock)
             raise UsageError(f"another subscriber keeps versions in {directory}: give another directory") from error
+        if self._drafts.is_file():  # a draft of releases up to 0.2
+            self._drafts.unlink()
+        shutil.rmtree(self._drafts, ignore_errors=True)
         self._saved: tuple[str, int] | None = None
 
     def close(self) -> None:
@@ -73,9 +78,12 @@ class KeptVersion:
         if self._saved == (run, version):
             return
         metadata = {f"thinwire.{key}": str(value) for key, value in zip(_KEYS, (run, version, step), strict=True)}
+        draft = self._drafts / self._path.name
+        self._drafts.mkdir(exist_ok=True)
         try:
-            save_file(dict(tensors), self._draft, {"format": "pt", **metadata})
+            save_file(dict(tensors), draft, {"format": "pt", **metadata})
         except SafetensorError as error:
-            raise OSError(f"{self._draft}: {error}") from error
-        rename_file(self._draft, self._path)
+            raise OSError(f"{draft}: {error}") from error
+        rename_file(draft, self._path)
+        self._drafts.rmdir()
         self._saved = run, version
