@@ -178,13 +178,14 @@ def test_a_lane_that_computes_holds_up_a_verdict() -> None:
     calls = RollCall(lambda: None, dist.HashStore)
     calls.watching = True  # nobody is asked
     calls.blocked_since = time.perf_counter() - 60
-    place, computes, ends = MeetingPlace(calls, (0, 1), "gather"), threading.Event(), threading.Event()
+    place, meets, computes, ends = MeetingPlace(calls, (0, 1), "gather"), *(threading.Event() for _ in range(3))
     recorder = Recorder(None)
     with mock.patch.object(job, "rollcall", calls):
         decoding, exchanging = (ThreadWorker(f"test/{name}", recorder) for name in ("decode", "inter"))
 
     def exchange() -> None:
         with place.doing("all_gather"):
+            meets.set()
             ends.wait()
 
     def decode() -> None:
@@ -195,6 +196,7 @@ def test_a_lane_that_computes_holds_up_a_verdict() -> None:
         exchanging.submit(exchange, [], "exchange")
         after = decoding.submit(decode, [], "decode")
         exchanging.submit(lambda: None, [after], "waits")
+        assert meets.wait(10)
         assert computes.wait(10)
         assert not calls._report(0).blocked
         assert calls._report(1).exchanges

@@ -101,8 +101,9 @@ class _Thread:
     @classmethod
     def busy(cls) -> set[int]:
         """Identifiers of the threads that compute or exchange, rather than wait for another."""
-        running = [(thread._thread.ident, thread._current) for thread in list(cls.by_name.values())]
-        return {ident for ident, ticket in running if ident is not None and ticket is not None and ticket.started}
+        current = [(thread._thread.ident, thread._current) for thread in list(cls.by_name.values())]
+        running = [(ident, ticket) for ident, ticket in current if ticket is not None and ticket.started]
+        return {ident for ident, ticket in running if ident is not None and not ticket.done()}
 
 
 @atexit.register
