@@ -55,9 +55,8 @@ class Masters:
         self.unfreeze: Callable[[Set[str]], None] = lambda _: None
         self.widen: Callable[[Set[str]], None] = lambda _: None
         self._updated_in_hooks: bool | None = None  # None outside of collecting_updates
-        # The tables of the model's modules, and what they held when all trainable parameters were last managed.
-        # Modules and parameters that were checked, and the tables of modules that held them. Referred to, so that
-        # nothing new has the identity of what is gone.
+        # The tables of the model's modules, and what they held when all trainable parameters were last managed, kept
+        # so that nothing new has the identity of what is gone.
         self._tables: list[dict[str, Any]] = []
         self._held: list[Any] = []
 
