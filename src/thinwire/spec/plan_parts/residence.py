@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -37,7 +37,7 @@ class Residence(Spec):
     @property
     def on_device(self) -> bool:
         """Whether everything lives on the device."""
-        return self == Residence()
+        return self == _DEVICE
 
     @property
     def streams_states(self) -> bool:
@@ -63,3 +63,6 @@ class Residence(Spec):
         """What lives on the host."""
         stated = {name: getattr(self, name) for name in type(self).model_fields}
         return ", ".join(f"{name} {where}" for name, where in stated.items() if where != "device")
+
+
+_DEVICE: Final = Residence()
