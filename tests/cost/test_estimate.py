@@ -262,8 +262,8 @@ def test_memory_counts_what_is_under_way_and_gradients_that_are_kept() -> None:
     many = memory(model, chosen.with_(micro_batches=2), infos, seq=4096)
     assert needed.grads == needed.optimizer // 3
     assert many.grads - needed.grads == pytest.approx(4 * model.parameters / chosen.grads.ranks, rel=1e-3)
-    # The last hop of the reduction inside a node, and that of the replicas.
-    assert needed.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8), rel=1e-3)
+    # The last hop of the reduction inside a node, that of the replicas, and the piece of their sums.
+    assert needed.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8 + 1 / 32), rel=1e-3)
 
 
 def test_memory_knows_the_codec_of_reductions_to_owners() -> None:
@@ -278,7 +278,7 @@ def test_memory_knows_the_codec_of_reductions_to_owners() -> None:
     assert two.buffers < eight.buffers
     assert exact.buffers < eight.buffers
     assert eight.feedback == two.feedback
-    assert exact.feedback == pytest.approx(4 * model.parameters / 8, rel=1e-3)
+    assert exact.feedback == pytest.approx(4 * model.parameters * (1 / 8 + 1 / 32), rel=1e-3)
 
 
 def test_the_loss_has_larger_chunks_on_gpus() -> None:

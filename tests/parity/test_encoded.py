@@ -34,6 +34,7 @@ import thinwire as tw
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.collectives.messages import Messages
+from thinwire.cost.memory.states import feedback_bytes
 from thinwire.errors import SpecError, UsageError
 from thinwire.program import Lane, idle_codecs
 from thinwire.sharding.api import runtime
@@ -285,6 +286,17 @@ def test_error_feedback_follows_the_codec_of_each_reduction() -> None:
         losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
         lost = runtime(model).reducer.feedback.lost
         assert {key.partition("/")[0] for key, errors in lost.items() if errors.any()} == kept
+
+
+@on_ranks(4)
+def test_rounding_errors_take_what_the_planner_predicts() -> None:
+    for nodes, local, name in ((2, 2, "thinwire"), (4, 1, "thinwire"), (1, 4, "ddp"), (4, 1, "ddp"), (2, 2, "mics")):
+        chosen = plan(name, "int8:64", nodes, local).with_(wire={"error_feedback": True})
+        model = tw.shard(build(), chosen)
+        losses_of(model, tw.optimizer(model, torch.optim.AdamW, lr=LR), 0, 1)
+        numel = sum(buffer.numel for unit in runtime(model).units for buffer in unit.info.buffers)
+        kept = sum(lost.nbytes for lost in runtime(model).reducer.feedback.lost.values())
+        assert kept == pytest.approx(feedback_bytes(chosen, numel), rel=0.02), (nodes, local, name)
 
 
 @pytest.mark.slow

@@ -187,7 +187,8 @@ def island_bytes(plan: Plan, share: int) -> int:
 
 
 def feedback_bytes(plan: Plan, padded: int) -> int:
-    """Bytes of fp32 rounding errors, one for each value that the last hop of a reduction sends."""
+    """Bytes of fp32 rounding errors: one for each value that the last hop of a reduction sends, and one for each value of
+    the rank's piece of the sums that more than two replicas gather."""
     if not plan.wire.error_feedback:
         return 0
     shard, total = padded // plan.params.ranks, 0
@@ -197,4 +198,6 @@ def feedback_bytes(plan: Plan, padded: int) -> int:
         codec = inter if nodes > 1 else intra
         if local * nodes > 1 and not codec.is_lossless:
             total += 4 * (numel // local if nodes > 1 else numel)
+            if axis is Axis.REPLICA and local * nodes > 2:
+                total += 4 * (numel // (local * nodes))
     return total
