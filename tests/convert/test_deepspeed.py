@@ -324,7 +324,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "enable bf16"),
     ({"amp": {"enabled": True}}, "amp", "bf16 or fp16"),
     ({"compression_training": {"weight_quantization": {}}}, "compression_training", "leave it out"),
-    ({"hybrid_engine": {"enabled": True}}, "hybrid_engine", "model.generate"),
+    ({"hybrid_engine": {"enabled": True}}, "hybrid_engine", "thinwire.generating(model)"),
     ({"tensor_parallel": {"autotp_size": 3}}, "tensor_parallel.autotp_size", "divisor of 4"),
     ({"pipeline": {"stages": 2}}, "pipeline.stages", "set pp"),
     ({"gradient_clipping": True}, "gradient_clipping", "expected a number"),

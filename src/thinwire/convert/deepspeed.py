@@ -191,7 +191,7 @@ DEEPSPEED_RULES: Final[Rules] = {
     "vocabulary_size": because("model.vocab or the tokenizer sets it"),
     "dataloader_drop_last": because("every batch is full"),
     "autotuning": _PLANNER,
-    "hybrid_engine": off("generation during training is not accelerated", "use model.generate in your own loop"),
+    "hybrid_engine": off("there is no second engine", "generate inside thinwire.generating(model)"),
     "data_efficiency": off("samples keep their order and length", "prepare the data beforehand"),
     "aio": _OFFLOAD_FILES,
     "checkpoint": {

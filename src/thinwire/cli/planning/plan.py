@@ -101,7 +101,7 @@ def plan(options: PlanOptions) -> None:
 
       thinwire plan --compare runs/quickstart --profile profile.json
 
-    docs/choose-a-plan.md describes every option.
+    docs/choose-a-plan.md and docs/planner.md describe the options, docs/islands.md those of islands.
     """
     with explained(as_json=options.as_json), uncollected():
         _check(options)
