@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import shutil
 import tracemalloc
@@ -15,7 +17,7 @@ import pytest
 from tests.support.paths import GOLDEN
 
 from thinwire.errors import DataError
-from thinwire.train.data.corpus import cut, find_corpus
+from thinwire.train.data.corpus import SUFFIXES, Kind, cut, find_corpus
 
 
 def write(path: Path, text: str) -> Path:
@@ -80,6 +82,46 @@ def test_compressed_files_are_read_as_they_are_needed(tmp_path: Path, suffix: st
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="cannot be read: Truncated compressed stream"):
         list(find_corpus("jsonl", [str(path)]).documents())
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_compressed_files_are_known_by_their_bytes(tmp_path: Path, suffix: str, codec: str) -> None:
+    """As the files of downloads are links to others that are named by hashes."""
+    kinds: tuple[tuple[Kind, bytes], ...] = (("text", b"some text"), ("jsonl", b'{"text": "some text"}'))
+    for kind, data in kinds:
+        directory = tmp_path / kind
+        directory.mkdir()
+        blob, link = compressed(tmp_path / f"3fa9-{kind}", data, codec), directory / f"a{SUFFIXES[kind][0]}{suffix}"
+        link.symlink_to(blob)
+        for given in (link, directory, directory / "*"):
+            corpus = find_corpus(kind, [str(given), str(blob)])
+            assert corpus.files == (link,), "named as it was given, and once"
+            assert list(corpus.documents()) == ["some text"]
+        shutil.copyfile(blob, named := tmp_path / link.name)
+        assert corpus.fingerprint() != find_corpus(kind, [str(named)]).fingerprint(), "tokens of raw bytes may be kept"
+
+
+LINES = "a line of text, ünïcödé\n" * 100
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (bz2.compress(LINES.encode()), "is compressed by bzip2; unpack it, or compress it by gzip or zstd"),
+        (lzma.compress(LINES.encode()), "is compressed by xz; unpack it"),
+        (LINES.encode("utf-16"), "is UTF-16; convert it to UTF-8, for example by iconv"),
+        (LINES.encode("utf-16-le"), "is not text in UTF-8, for it holds NUL bytes; convert it"),
+        ("Москва и другие города\n".encode("cp1251"), "is not text in UTF-8, for it holds many undecodable bytes"),
+        (gzip.compress(LINES.encode("utf-16")), "is not text in UTF-8, for it holds NUL bytes"),
+    ],
+)
+def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"{path} {message}"):
+        list(find_corpus("text", [str(path)]).documents())
+    path.write_bytes(LINES.encode("latin-1"))
+    assert len("".join(find_corpus("text", [str(path)]).documents())) == len(LINES)
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,17 @@ the same order. This module knows nothing of tokens.
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import glob
 import hashlib
-import io
 import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import Final, Literal
 
 from thinwire.errors import DataError
+from thinwire.train.data.readers import packed_by, read_arrow, read_jsonl, read_parquet, read_text
 
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
 
@@ -32,13 +30,11 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 """File names that a directory of each kind contributes; files named one by one may have any name."""
 
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_ARROW_FILE: Final = b"ARROW1"
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _MAX_PIECE: Final = 1 << 20
 """Characters; longer documents take much memory while they are encoded, each on one core."""
 
-_READ_BYTES: Final = 1 << 20
 _HASH_CONTENT_BELOW: Final = 256 * 2**20
 
 
@@ -48,7 +44,7 @@ class Corpus:
 
     Attributes:
         kind: how the files are read.
-        files: absolute paths.
+        files: absolute paths, by the names that they were given.
         text_key: the JSON key, or the column of Parquet or Arrow, that holds a document.
         max_bytes: stop after the document that reaches this many UTF-8 bytes; None reads everything.
     """
@@ -86,6 +82,8 @@ class Corpus:
         digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
         if self._caps_pieces():
             digest.update(b"capped")  # before pieces were capped, the same files gave other documents
+        if self._unpacks_unnamed():
+            digest.update(b"unpacked")  # before names behind links were seen through, their bytes were the text
         by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
         for path in self.files:
             if by_content:
@@ -99,18 +97,25 @@ class Corpus:
 
     def _read(self, path: Path, piece: int) -> Iterator[str]:
         if self.kind == "jsonl":
-            return _read_jsonl(path, self.text_key)
+            return read_jsonl(path, self.text_key)
         if self.kind == "parquet":
-            return _read_parquet(path, self.text_key)
+            return read_parquet(path, self.text_key)
         if self.kind == "datasets":
-            return _read_arrow(path, self.text_key)
-        return cut(_read_text(path), piece)
+            return read_arrow(path, self.text_key)
+        return cut(read_text(path), piece)
 
     def _caps_pieces(self) -> bool:
         """Whether a document may be cut to :data:`_MAX_PIECE`."""
         if self.kind not in ("text", "stdlib") or self._uncapped_piece() <= _MAX_PIECE:
             return False
-        return any(path.suffix in _CODECS or path.stat().st_size > _MAX_PIECE for path in self.files)
+        return any(path.stat().st_size > _MAX_PIECE or packed_by(path) for path in self.files)
+
+    def _unpacks_unnamed(self) -> bool:
+        """Whether a compressed file has a name, behind links, that does not say so."""
+        if self.kind not in ("text", "stdlib", "jsonl"):
+            return False
+        packed = [path for path in self.files if packed_by(path)]
+        return any(path.resolve().suffix not in (".gz", ".zst") for path in packed)
 
     def _uncapped_piece(self) -> int:
         total = sum(path.stat().st_size for path in self.files)
@@ -134,7 +139,10 @@ def find_corpus(
         if not paths:
             raise DataError(f"data.paths is empty; data.source = {kind!r} reads files, directories or globs from it")
         files = [file for path in paths for file in _expand(path, kind)]
-    return Corpus(kind=kind, files=tuple(dict.fromkeys(files)), text_key=text_key, max_bytes=max_bytes)
+    distinct: dict[Path, Path] = {}
+    for file in files:
+        distinct.setdefault(file.resolve(), file.absolute())
+    return Corpus(kind=kind, files=tuple(distinct.values()), text_key=text_key, max_bytes=max_bytes)
 
 
 def cut(parts: Iterable[str], size: int) -> Iterator[str]:
@@ -171,7 +179,7 @@ def _stdlib_files() -> list[Path]:
 def _expand(path: str, kind: Kind) -> list[Path]:
     given = Path(path).expanduser()
     if given.is_file():
-        return [given.resolve()]
+        return [given]
     if given.is_dir():
         files = _saved_dataset(given) if kind == "datasets" else _files_below(given, kind)
         if not files:
@@ -180,8 +188,8 @@ def _expand(path: str, kind: Kind) -> list[Path]:
             )
         return files
     if any(character in path for character in "*?["):
-        matches = sorted(Path(match).resolve() for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
-        files = [match for match in matches if match.is_file()]
+        matches = (Path(match) for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
+        files = sorted((match for match in matches if match.is_file()), key=Path.resolve)
         if not files:
             raise DataError(f"data.paths: pattern {path} matches no file")
         return files
@@ -189,9 +197,8 @@ def _expand(path: str, kind: Kind) -> list[Path]:
 
 
 def _files_below(directory: Path, kind: Kind) -> list[Path]:
-    return sorted(
-        file.resolve() for file in directory.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind])
-    )
+    found = (file for file in directory.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind]))
+    return sorted(found, key=Path.resolve)
 
 
 def _saved_dataset(directory: Path) -> list[Path]:
@@ -215,100 +222,4 @@ def _saved_dataset(directory: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
             raise DataError(f"{state} names {name}, and there is no such file beside it")
-    return [(directory / name).resolve() for name in names]
-
-
-_CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed as they are read.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        if path.suffix not in _CODECS:
-            with path.open("rb") as stream:
-                yield stream
-            return
-        import pyarrow
-
-        with path.open("rb") as packed, pyarrow.CompressedInputStream(packed, _CODECS[path.suffix]) as unpacked:
-            yield io.BufferedReader(unpacked, _READ_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _read_text(path: Path) -> Iterator[str]:
-    # A few old sources are Latin-1; a replacement character is better than no corpus.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    with _opened(path) as stream:
-        while part := stream.read(_READ_BYTES):
-            yield decoder.decode(part)
-        yield decoder.decode(b"", final=True)
-
-
-def _read_jsonl(path: Path, key: str) -> Iterator[str]:
-    with _opened(path) as raw:
-        for number, line in enumerate(raw, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-            text = row.get(key) if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-                raise DataError(f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}")
-            yield text
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError("reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-    if key not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-    for batch in file.iter_batches(batch_size=1024, columns=[key]):
-        for text in batch.column(0).to_pylist():
-            if text is not None:
-                yield str(text)
-
-
-def _read_arrow(path: Path, key: str) -> Iterator[str]:
-    """Texts of an Arrow stream, the form that ``datasets`` keeps on disk, or of an Arrow file."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError("reading Arrow files needs pyarrow; install it with: pip install pyarrow") from error
-    try:
-        with pyarrow.memory_map(str(path)) as source:
-            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-            source.seek(0)
-            if is_file:
-                reader = pyarrow.ipc.open_file(source)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                reader = batches = pyarrow.ipc.open_stream(source)
-            if key not in reader.schema.names:
-                names = ", ".join(reader.schema.names)
-                raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-            for batch in batches:
-                column = batch.column(key)
-                column.validate(full=True)  # offsets of a damaged file point anywhere
-                for text in column.to_pylist():
-                    if text is not None:
-                        yield str(text)
-    except DataError:
-        raise
-    except Exception as error:  # pyarrow's own are many
-        raise DataError(f"{path} is not a readable Arrow file: {error}") from error
+    return [directory / name for name in names]
