@@ -17,7 +17,7 @@ import pytest
 from tests.support.paths import GOLDEN
 
 from thinwire.errors import DataError
-from thinwire.train.data.corpus import SUFFIXES, Kind, cut, find_corpus
+from thinwire.train.data.corpus import SUFFIXES, Corpus, Kind, cut, find_corpus
 
 
 def write(path: Path, text: str) -> Path:
@@ -198,8 +198,38 @@ def test_parquet_rows_and_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column data.text_key = 'body'; it has: text, n"):
         list(find_corpus("parquet", [str(path)], text_key="body").documents())
     write(path, "not parquet")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
+    with pytest.raises(DataError, match=f"{path} is not a readable Parquet file"):
         list(find_corpus("parquet", [str(path)]).documents())
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    path.write_bytes(b"PAR1" + b"\xff" * 20 + path.read_bytes()[24:])  # a page, not the schema at the end
+    with pytest.raises(DataError, match=f"{path} is not a readable Parquet file"):
+        list(find_corpus("parquet", [str(path)]).documents())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_columns_of_every_type_of_text_and_of_no_other(tmp_path: Path, kind: Kind) -> None:
+    def corpus(name: str, values: pyarrow.Array) -> Corpus:
+        path, table = tmp_path / f"{name}{SUFFIXES[kind][0]}", pyarrow.table({"text": values, "title": ["t"] * 2})
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as file:
+                file.write_table(table)
+        return find_corpus(kind, [str(path)])
+
+    for name in ("string", "large_string", "string_view", "binary", "large_binary"):
+        assert list(corpus(name, pyarrow.array(["ünï", "two"]).cast(name)).documents()) == ["ünï", "two"]
+    assert list(corpus("dictionary", pyarrow.array(["one", "one"]).dictionary_encode()).documents()) == ["one", "one"]
+    for values, message in (
+        ([1, 2], "is not text but int64; columns of text: title"),
+        ([["one"], ["two"]], "is not text but list<.*string>; columns of text: title"),
+        ([[{"role": "user", "content": "hi"}], None], r"is not text but list<.*struct<.*>>; columns of text: title"),
+        ([b"\xff", b"two"], "holds bytes that are not UTF-8"),
+    ):
+        with pytest.raises(DataError, match=f"column data.text_key = 'text' {message}"):
+            list(corpus("other", pyarrow.array(values)).documents())
+    with pytest.raises(DataError, match="is not text but int64"):
+        corpus("other", pyarrow.array([1, 2])).fingerprint()  # before any text is tokenized
 
 
 def test_max_bytes_ends_after_the_document_that_reaches_it(tmp_path: Path) -> None:

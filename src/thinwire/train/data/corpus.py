@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from thinwire.errors import DataError
-from thinwire.train.data.readers import packed_by, read_arrow, read_jsonl, read_parquet, read_text
+from thinwire.train.data.readers import Form, holds_bytes, packed_by, read_column, read_jsonl, read_text
 
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
 
@@ -29,6 +29,7 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 }
 """File names that a directory of each kind contributes; files named one by one may have any name."""
 
+_TABLES: Final[dict[str, Form]] = {"parquet": "Parquet", "datasets": "Arrow"}
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
@@ -82,8 +83,8 @@ class Corpus:
         digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
         if self._caps_pieces():
             digest.update(b"capped")  # before pieces were capped, the same files gave other documents
-        if self._unpacks_unnamed():
-            digest.update(b"unpacked")  # before names behind links were seen through, their bytes were the text
+        if self._was_misread():
+            digest.update(b"decoded")
         by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
         for path in self.files:
             if by_content:
@@ -98,10 +99,8 @@ class Corpus:
     def _read(self, path: Path, piece: int) -> Iterator[str]:
         if self.kind == "jsonl":
             return read_jsonl(path, self.text_key)
-        if self.kind == "parquet":
-            return read_parquet(path, self.text_key)
-        if self.kind == "datasets":
-            return read_arrow(path, self.text_key)
+        if form := _TABLES.get(self.kind):
+            return read_column(path, form, self.text_key)
         return cut(read_text(path), piece)
 
     def _caps_pieces(self) -> bool:
@@ -110,10 +109,15 @@ class Corpus:
             return False
         return any(path.stat().st_size > _MAX_PIECE or packed_by(path) for path in self.files)
 
-    def _unpacks_unnamed(self) -> bool:
-        """Whether a compressed file has a name, behind links, that does not say so."""
-        if self.kind not in ("text", "stdlib", "jsonl"):
-            return False
+    def _was_misread(self) -> bool:
+        """Whether versions up to 0.2 read other documents: compressed text whose name, behind links, does not say so,
+        and columns of bytes, were not decoded.
+
+        Raises:
+            DataError: A file is of no form that is read.
+        """
+        if form := _TABLES.get(self.kind):
+            return True in {holds_bytes(path, form, self.text_key) for path in self.files}  # each is checked
         packed = [path for path in self.files if packed_by(path)]
         return any(path.resolve().suffix not in (".gz", ".zst") for path in packed)
 

@@ -12,12 +12,15 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final, Literal
 
 from thinwire.errors import DataError
 
+Form = Literal["Parquet", "Arrow"]
+
 _ARROW_FILE: Final = b"ARROW1"
 _READ_BYTES: Final = 1 << 20
+_TEXT_TYPES: Final = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
 
 _CODECS: Final = {rb"\x1f\x8b": "gzip", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": "zstd"}
 _FOREIGN: Final = {
@@ -105,49 +108,72 @@ def read_jsonl(path: Path, key: str) -> Iterator[str]:
             yield text
 
 
-def read_parquet(path: Path, key: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError("reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-    if key not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-    for batch in file.iter_batches(batch_size=1024, columns=[key]):
-        for text in batch.column(0).to_pylist():
-            if text is not None:
-                yield str(text)
+def read_column(path: Path, form: Form, key: str) -> Iterator[str]:
+    """The texts of a column, one a row."""
+    with _opened_table(path, form, key) as (schema, batches):
+        _type_of_text(path, schema, key)
+        for batch in batches:
+            column = batch.column(key)
+            column.validate(full=True)  # offsets of a damaged file point anywhere
+            for text in column.to_pylist():
+                if text is not None:
+                    yield text.decode() if isinstance(text, bytes) else text
 
 
-def read_arrow(path: Path, key: str) -> Iterator[str]:
-    """Texts of an Arrow stream, the form that ``datasets`` keeps on disk, or of an Arrow file."""
+def holds_bytes(path: Path, form: Form, key: str) -> bool:
+    """Whether the texts of a column are bytes by its type.
+
+    Raises:
+        DataError: The file cannot be read, or has no such column of text.
+    """
+    with _opened_table(path, form, key) as (schema, _):
+        return "binary" in _type_of_text(path, schema, key)
+
+
+@contextlib.contextmanager
+def _opened_table(path: Path, form: Form, key: str) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """The schema of a Parquet file, of an Arrow stream, the form that ``datasets`` keeps on disk, or of an Arrow file,
+    and batches of rows that have the column."""
     try:
         import pyarrow
+        import pyarrow.parquet
     except ImportError as error:
-        raise DataError("reading Arrow files needs pyarrow; install it with: pip install pyarrow") from error
+        raise DataError(f"reading {form} files needs pyarrow; install it with: pip install pyarrow") from error
     try:
+        if form == "Parquet":
+            with pyarrow.parquet.ParquetFile(path) as file:
+                yield file.schema_arrow, file.iter_batches(batch_size=1024, columns=[key])
+            return
         with pyarrow.memory_map(str(path)) as source:
             is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
             source.seek(0)
-            if is_file:
-                reader = pyarrow.ipc.open_file(source)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                reader = batches = pyarrow.ipc.open_stream(source)
-            if key not in reader.schema.names:
-                names = ", ".join(reader.schema.names)
-                raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-            for batch in batches:
-                column = batch.column(key)
-                column.validate(full=True)  # offsets of a damaged file point anywhere
-                for text in column.to_pylist():
-                    if text is not None:
-                        yield str(text)
+            reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+            yield reader.schema, (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
     except DataError:
         raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: column data.text_key = {key!r} holds bytes that are not UTF-8: {error}") from error
     except Exception as error:  # pyarrow's own are many
-        raise DataError(f"{path} is not a readable Arrow file: {error}") from error
+        raise DataError(f"{path} is not a readable {form} file: {error}") from error
+
+
+def _type_of_text(path: Path, schema: Any, key: str) -> str:
+    """The type of a column's values, one of text.
+
+    Raises:
+        DataError: There is no such column, or it is of another type.
+    """
+    types = {field.name: _type_of_values(field.type) for field in schema}
+    if key not in types:
+        raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {', '.join(types)}")
+    if types[key] not in _TEXT_TYPES:
+        texts = ", ".join(name for name, type_name in types.items() if type_name in _TEXT_TYPES) or "none"
+        raise DataError(
+            f"{path}: column data.text_key = {key!r} is not text but {types[key]}; columns of text: {texts}"
+        )
+    return types[key]
+
+
+def _type_of_values(column: Any) -> str:
+    column = getattr(column, "storage_type", column)  # of an extension, for example of JSON
+    return str(getattr(column, "value_type", column) if str(column).startswith("dictionary") else column)
