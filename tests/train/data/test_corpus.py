@@ -59,6 +59,11 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     assert list(corpus.documents()) == ["one", "two", "one", "two"]
 
 
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", r'{"text": "a \ud83d b \ud83d\ude00 c"}' + "\n")
+    assert list(find_corpus("jsonl", [str(path)]).documents()) == ["a \ufffd b 😀 c"]
+
+
 def compressed(path: Path, data: bytes, codec: str) -> Path:
     with pyarrow.CompressedOutputStream(str(path), codec) as stream:
         stream.write(data)

@@ -105,7 +105,16 @@ def read_jsonl(path: Path, key: str) -> Iterator[str]:
             if not isinstance(text, str):
                 keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
                 raise DataError(f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}")
-            yield text
+            yield _of_characters(text)
+
+
+def _of_characters(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can write and no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def read_column(path: Path, form: Form, key: str) -> Iterator[str]:
