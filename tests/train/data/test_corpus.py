@@ -133,6 +133,7 @@ def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, message: str) 
     ("line", "message"),
     [
         ("{oops", r"line 2: not JSON"),
+        ("[" * 100_000, r"line 2: not JSON that can be read \(maximum recursion"),
         ('{"title": "x"}', r"line 2: no text under data.text_key = 'text'; it has: title"),
         ('{"text": 3}', r"line 2: no text"),
         ("[1]", r"line 2: no text"),

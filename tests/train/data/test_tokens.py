@@ -143,6 +143,14 @@ def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:
     assert prepare(recipe.with_(vocab=380)).fingerprint != first.fingerprint
 
 
+@pytest.mark.parametrize(("name", "content"), [("corpus.json", ""), ("corpus.json", "{}"), ("train.bin", "short")])
+def test_a_damaged_cache_names_the_entry_to_delete(recipe: DataRecipe, name: str, content: str) -> None:
+    entry = prepare(recipe).train.path.parent
+    (entry / name).write_text(content)
+    with pytest.raises(DataError, match=rf"data.cache: {entry} is damaged \(.*\); delete it"):
+        prepare(recipe)
+
+
 def test_tokens_do_not_depend_on_batches(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = prepare(recipe)
     monkeypatch.setattr("thinwire.train.data.packing._BATCH_CHARACTERS", 1000)

@@ -221,7 +221,7 @@ def _saved_dataset(directory: Path) -> list[Path]:
         return [file for file in _files_below(directory, "datasets") if not file.name.startswith("cache-")]
     try:
         names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{state}, which names the files of a dataset, cannot be read: {error!r}") from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -206,13 +206,17 @@ def in_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]
 
 
 def _open_entry(entry: Path) -> Dataset:
-    about: dict[str, Any] = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
-    train = TokenBin.open(entry / "train.bin")
+    try:
+        about = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
+        unigram_entropy = float(about["unigram_entropy"])
+        train, validation = TokenBin.open(entry / "train.bin"), TokenBin.open(entry / "validation.bin")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError) as error:
+        raise DataError(f"data.cache: {entry} is damaged ({error!r}); delete it, and it is made anew") from error
     return Dataset(
         train=train,
-        validation=TokenBin.open(entry / "validation.bin"),
+        validation=validation,
         vocab=train.vocab,
-        unigram_entropy=float(about["unigram_entropy"]),
+        unigram_entropy=unigram_entropy,
         fingerprint=entry.name,
         tokenizer=entry / "tokenizer.json",
     )

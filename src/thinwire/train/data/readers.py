@@ -99,8 +99,8 @@ def read_jsonl(path: Path, key: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:  # not JSON, or too many brackets
+                raise DataError(f"{path}, line {number}: not JSON that can be read ({error})") from error
             text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
