@@ -103,7 +103,8 @@ def test_compressed_files_are_known_by_their_bytes(tmp_path: Path, suffix: str, 
             assert corpus.files == (link,), "named as it was given, and once"
             assert list(corpus.documents()) == ["some text"]
         shutil.copyfile(blob, named := tmp_path / link.name)
-        assert corpus.fingerprint() != find_corpus(kind, [str(named)]).fingerprint(), "tokens of raw bytes may be kept"
+        other = find_corpus(kind, [str(named)])
+        assert corpus.fingerprints()[1] != other.fingerprints()[1], "tokens of raw bytes may be kept"
 
 
 LINES = "a line of text, ünïcödé\n" * 100
@@ -235,7 +236,7 @@ def test_columns_of_every_type_of_text_and_of_no_other(tmp_path: Path, kind: Kin
         with pytest.raises(DataError, match=f"column data.text_key = 'text' {message}"):
             list(corpus("other", pyarrow.array(values)).documents())
     with pytest.raises(DataError, match="is not text but int64"):
-        corpus("other", pyarrow.array([1, 2])).fingerprint()  # before any text is tokenized
+        corpus("other", pyarrow.array([1, 2])).fingerprints()  # before any text is tokenized
 
 
 def test_max_bytes_ends_after_the_document_that_reaches_it(tmp_path: Path) -> None:
@@ -282,17 +283,17 @@ def test_large_files_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: pyt
     path.write_text(line * 1_000_000, encoding="utf-8")
     monkeypatch.setattr("thinwire.train.data.corpus._MAX_PIECE", 100_000)
     corpus = find_corpus("text", [str(path)])
-    before = corpus.fingerprint()
+    before = corpus.fingerprints()
     tracemalloc.start()
     lengths = [len(text) for text in corpus.documents()]
-    assert corpus.fingerprint() == before
+    assert corpus.fingerprints() == before
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(lengths) == len(line) * 1_000_000
     assert max(lengths) < 100_000 + len(line)
     assert most < 12 << 20
     monkeypatch.undo()
-    assert corpus.fingerprint() != before, "other documents"
+    assert corpus.fingerprints() != before, "other documents"
 
 
 def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:
@@ -302,9 +303,26 @@ def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:
 
 def test_fingerprints_follow_content_not_names(tmp_path: Path) -> None:
     one, same, other = (write(tmp_path / name, text) for name, text in (("1", "a"), ("2", "a"), ("3", "b")))
-    prints = [find_corpus("text", [str(path)]).fingerprint() for path in (one, same, other)]
+    prints = [find_corpus("text", [str(path)]).fingerprints() for path in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert find_corpus("text", [str(one)], max_bytes=5).fingerprint() != prints[0]
+    assert find_corpus("text", [str(one)], max_bytes=5).fingerprints() != prints[0]
+
+
+def test_fingerprints_of_large_files_follow_content_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(name: str) -> str:
+        return find_corpus("text", [str(tmp_path / name)]).fingerprints()[0]
+
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 1000)
+    monkeypatch.setattr("thinwire.train.data.content._BLOCK", 100)
+    monkeypatch.setattr("thinwire.train.data.content._NUM_BLOCKS", 11)
+    text = "a line of text\n" * 100  # of which a block begins every 140 characters
+    first = fingerprint(write(tmp_path / "a.txt", text).name)
+    os.utime(tmp_path / "a.txt", (0, 0))
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert fingerprint("b.txt") == first
+    for place in (0, 99, 140, 750, 1400, 1499):
+        assert fingerprint(write(tmp_path / "b.txt", f"{text[:place]}X{text[place + 1 :]}").name) != first
+    assert fingerprint(write(tmp_path / "b.txt", text + "\n").name) != first
 
 
 def test_sizes_of_files_are_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,33 @@ def test_many_processes_build_once(recipe: DataRecipe) -> None:
     assert sum(built for _, built in results) == 1
 
 
+def test_tokens_that_an_earlier_version_kept_are_used(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are large, and named by names and times of the text: it takes hours to make them again."""
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 0)
+    first = prepare(recipe)
+    entry = first.train.path.parent
+    entry.rename(entry.with_name(first.former))
+    again = prepare(recipe)
+    assert again.train.path.parent.name == first.former != first.fingerprint
+    assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("whole_below", [2**20, 0])
+def test_bins_are_known_by_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_below: int) -> None:
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", whole_below)
+    ids = np.arange(400) % 200
+
+    def fingerprint(name: str, ids: Any, **changes: Any) -> str:
+        ids.astype("<u2").tofile(tmp_path / name)
+        recipe = DataRecipe(source="tokens", paths=(str(tmp_path / name),), token_type="uint16", vocab=300)
+        return prepare(recipe.with_(**changes)).fingerprint
+
+    first = fingerprint("a.bin", ids)
+    assert fingerprint("renamed.bin", ids) == first
+    others = {first, fingerprint("a.bin", ids[::-1]), fingerprint("a.bin", ids, validation_share=0.5)}
+    assert len(others | {fingerprint("a.bin", ids * 0), fingerprint("a.bin", ids * 0, token_type="uint32")}) == 5
+
+
 def test_pre_tokenized_bins(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     with TokenWriter(path, 300) as writer:

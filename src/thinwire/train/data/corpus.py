@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from thinwire.errors import DataError
+from thinwire.train.data.content import are_large, digests
 from thinwire.train.data.readers import Form, holds_bytes, packed_by, read_column, read_jsonl, read_text
 
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
@@ -35,8 +36,6 @@ _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _MAX_PIECE: Final = 1 << 20
 """Characters; longer documents take much memory while they are encoded, each on one core."""
-
-_HASH_CONTENT_BELOW: Final = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -76,25 +75,25 @@ class Corpus:
                     if left <= 0:
                         return
 
-    def fingerprint(self) -> str:
-        """A hash, 32 hexadecimal digits, of what the corpus holds: of the bytes up to 256 MiB, of sizes and times of
-        change beyond."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
+    def fingerprints(self) -> tuple[str, str]:
+        """A hash, 32 hexadecimal digits, of what the corpus holds, and the one that versions up to 0.2 gave it: the
+        same up to 256 MiB, beyond of names, sizes and times of change.
+
+        Raises:
+            DataError: A file cannot be read, or is of no form that is read.
+        """
+        now = hashlib.blake2b(digest_size=16)
+        now.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
         if self._caps_pieces():
-            digest.update(b"capped")  # before pieces were capped, the same files gave other documents
+            now.update(b"capped")  # before pieces were capped, the same files gave other documents
         if self._was_misread():
-            digest.update(b"decoded")
-        by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
-        for path in self.files:
-            if by_content:
-                with path.open("rb") as stream:
-                    content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
-                digest.update(content.digest())
-            else:
-                stat = path.stat()
-                digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
-        return digest.hexdigest()
+            now.update(b"decoded")
+        before, large = now.copy(), are_large(self.files)
+        for path, content in zip(self.files, digests(self.files), strict=True):
+            stat = path.stat()
+            now.update(content)
+            before.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode() if large else content)
+        return now.hexdigest(), before.hexdigest()
 
     def _read(self, path: Path, piece: int) -> Iterator[str]:
         if self.kind == "jsonl":
