@@ -35,6 +35,15 @@ def test_a_directory_is_read_recursively_in_order_by_suffix(tmp_path: Path) -> N
     assert list(corpus.documents()) == ["zed", "bee"]
 
 
+def test_directories_behind_links_are_read_once(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere/b.txt", "bee")
+    write(tmp_path / "top/a.txt", "ay")
+    for link, target in (("top/one", "elsewhere"), ("top/two", "elsewhere"), ("elsewhere/circle", "top")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    corpus = find_corpus("text", [str(tmp_path / "top")])
+    assert corpus.files == (tmp_path / "top/one/b.txt", tmp_path / "top/a.txt")
+
+
 def test_globs_and_files_keep_their_order_and_count_once(tmp_path: Path) -> None:
     first, second = write(tmp_path / "1.x", "one"), write(tmp_path / "2.x", "two")
     corpus = find_corpus("text", [str(second), str(tmp_path / "*.x")])

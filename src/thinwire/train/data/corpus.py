@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,17 @@ def _expand(path: str, kind: Kind) -> list[Path]:
 
 
 def _files_below(directory: Path, kind: Kind) -> list[Path]:
-    found = (file for file in directory.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind]))
+    """The files of a kind in a directory and below, each directory once, also behind links."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for name, below, files in os.walk(directory, followlinks=True):
+        root = Path(name)
+        if root.resolve() in seen:
+            below.clear()
+            continue
+        seen.add(root.resolve())
+        below.sort()
+        found += [root / file for file in files if file.endswith(SUFFIXES[kind]) and (root / file).is_file()]
     return sorted(found, key=Path.resolve)
 
 
