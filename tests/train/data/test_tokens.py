@@ -231,5 +231,9 @@ def test_pre_tokenized_bins(tmp_path: Path) -> None:
     assert (len(data.train), len(data.validation), data.vocab) == (300, 100, 300)
     assert data.validation.tokens.tolist() == list(range(100, 200))
     assert data.tokenizer is None
+    np.full(100, 999, dtype="<u2").tofile(tmp_path / "v.bin")
+    beyond = DataRecipe(source="tokens", paths=(str(path),), validation_paths=(str(tmp_path / "v.bin"),))
+    with pytest.raises(DataError, match=r"v\.bin holds id 999 where the vocabulary has 300 ids"):
+        prepare(beyond.with_(token_type="uint16", vocab=300))
     with pytest.raises(DataError, match="has 2 entries"):
         prepare(DataRecipe(source="tokens", paths=(str(path), str(path))))

@@ -240,6 +240,7 @@ def _open_bins(recipe: DataRecipe) -> Dataset:
         validation = TokenBin(path=train.path, tokens=train.tokens[kept:], vocab=train.vocab)
         train = TokenBin(path=train.path, tokens=train.tokens[:kept], vocab=train.vocab)
     both = (train, validation)
+    counts = [item.counts(_ENTROPY_TOKENS) for item in both]  # both, so that ids beyond the vocabulary are found now
     files = list(dict.fromkeys(item.path for item in both))
     content = dict(zip(files, digests(files), strict=True))
     identity = [(content[item.path], item.tokens.dtype.str, len(item)) for item in both]
@@ -248,7 +249,7 @@ def _open_bins(recipe: DataRecipe) -> Dataset:
         train=train,
         validation=validation,
         vocab=max(train.vocab, validation.vocab),
-        unigram_entropy=entropy(train.counts(_ENTROPY_TOKENS)),
+        unigram_entropy=entropy(counts[0]),
         fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest(),
         tokenizer=None,
         former=hashlib.blake2b(repr(before).encode(), digest_size=12).hexdigest(),
