@@ -129,6 +129,7 @@ LINES = "a line of text, ünïcödé\n" * 100
         ("Москва и другие города\n".encode("cp1251"), "is not text in UTF-8, for it holds many undecodable bytes"),
         (gzip.compress(LINES.encode("utf-16")), "is not text in UTF-8, for it holds NUL bytes"),
     ],
+    ids=["bzip2", "xz", "utf-16", "utf-16 without a mark", "cp1251", "utf-16 in gzip"],
 )
 def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "a.txt"
