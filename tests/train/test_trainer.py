@@ -94,6 +94,14 @@ def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -
     assert trains(longer, dataset)["steps"] == 3
 
 
+def test_fewer_samples_to_validate_on_than_wanted_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wanted in (249, 250):
+        run, dataset = prepared(tmp_path, f"train.validation_samples={wanted}", "train.tensorboard=false")
+        trains(dataclasses.replace(run, stream="stdout"), dataset)
+        note = "train.validation_samples = 250: there are 249, and each validation takes them all"
+        assert (note in capsys.readouterr().out) == (wanted == 250)
+
+
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of some steps infinite, gradients included."""
     honest = trainer.model._mean_loss
@@ -203,6 +211,8 @@ def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Pa
     other = make(tmp_path, fingerprint="y")
     with pytest.raises(DataError, match="trained on other tokens"):
         other.load(Checkpoint(2, path))
+    other.dataset = dataclasses.replace(other.dataset, former="x")  # as versions up to 0.2 named the tokens
+    other.load(Checkpoint(2, path))
 
 
 def test_validations_checkpoints_and_exports_use_the_average(tmp_path: Path) -> None:

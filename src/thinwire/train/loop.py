@@ -68,6 +68,9 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     traced = run.recipe.train.trace_steps
     if traced is not None and traced[0] <= start:
         notes.append(f"steps {traced[0]} to {traced[1]} are not all traced: the run continues after step {start}")
+    wanted, there = run.recipe.train.validation_samples, trainer.validation.count
+    if there < wanted:
+        notes.append(f"train.validation_samples = {wanted}: there are {there}, and each validation takes them all")
     with ProgressReport(steps, start, run.stream if leads else "none") as progress:
         for note in notes:
             progress.note(note)

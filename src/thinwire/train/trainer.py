@@ -236,7 +236,7 @@ class Trainer:
             CheckpointError: It cannot be loaded, or is of no run.
         """
         extra: Mapping[str, Any] = self.model.load(self.optimizer, checkpoint.path)
-        if extra.get("dataset") != self.dataset.fingerprint:
+        if extra.get("dataset") not in (self.dataset.fingerprint, self.dataset.former):
             raise DataError(
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"

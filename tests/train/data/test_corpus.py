@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import shutil
 import tracemalloc
@@ -15,7 +17,7 @@ import pytest
 from tests.support.paths import GOLDEN
 
 from thinwire.errors import DataError
-from thinwire.train.data.corpus import cut, find_corpus
+from thinwire.train.data.corpus import SUFFIXES, Corpus, Kind, cut, find_corpus
 
 
 def write(path: Path, text: str) -> Path:
@@ -31,6 +33,15 @@ def test_a_directory_is_read_recursively_in_order_by_suffix(tmp_path: Path) -> N
     write(tmp_path / "empty.txt", "  \n")
     corpus = find_corpus("text", [str(tmp_path)])
     assert list(corpus.documents()) == ["zed", "bee"]
+
+
+def test_directories_behind_links_are_read_once(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere/b.txt", "bee")
+    write(tmp_path / "top/a.txt", "ay")
+    for link, target in (("top/one", "elsewhere"), ("top/two", "elsewhere"), ("elsewhere/circle", "top")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    corpus = find_corpus("text", [str(tmp_path / "top")])
+    assert corpus.files == (tmp_path / "top/one/b.txt", tmp_path / "top/a.txt")
 
 
 def test_globs_and_files_keep_their_order_and_count_once(tmp_path: Path) -> None:
@@ -55,6 +66,11 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(rows.encode()))
     corpus = find_corpus("jsonl", [str(plain), str(packed)], text_key="body")
     assert list(corpus.documents()) == ["one", "two", "one", "two"]
+
+
+def test_halves_of_surrogate_pairs_are_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", r'{"text": "a \ud83d b \ud83d\ude00 c"}' + "\n")
+    assert list(find_corpus("jsonl", [str(path)]).documents()) == ["a \ufffd b 😀 c"]
 
 
 def compressed(path: Path, data: bytes, codec: str) -> Path:
@@ -82,10 +98,53 @@ def test_compressed_files_are_read_as_they_are_needed(tmp_path: Path, suffix: st
         list(find_corpus("jsonl", [str(path)]).documents())
 
 
+@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_compressed_files_are_known_by_their_bytes(tmp_path: Path, suffix: str, codec: str) -> None:
+    """As the files of downloads are links to others that are named by hashes."""
+    kinds: tuple[tuple[Kind, bytes], ...] = (("text", b"some text"), ("jsonl", b'{"text": "some text"}'))
+    for kind, data in kinds:
+        directory = tmp_path / kind
+        directory.mkdir()
+        blob, link = compressed(tmp_path / f"3fa9-{kind}", data, codec), directory / f"a{SUFFIXES[kind][0]}{suffix}"
+        link.symlink_to(blob)
+        for given in (link, directory, directory / "*"):
+            corpus = find_corpus(kind, [str(given), str(blob)])
+            assert corpus.files == (link,), "named as it was given, and once"
+            assert list(corpus.documents()) == ["some text"]
+        shutil.copyfile(blob, named := tmp_path / link.name)
+        other = find_corpus(kind, [str(named)])
+        assert corpus.fingerprints()[1] != other.fingerprints()[1], "tokens of raw bytes may be kept"
+
+
+LINES = "a line of text, ünïcödé\n" * 100
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (bz2.compress(LINES.encode()), "is compressed by bzip2; unpack it, or compress it by gzip or zstd"),
+        (lzma.compress(LINES.encode()), "is compressed by xz; unpack it"),
+        (LINES.encode("utf-16"), "is UTF-16; convert it to UTF-8, for example by iconv"),
+        (LINES.encode("utf-16-le"), "is not text in UTF-8, for it holds NUL bytes; convert it"),
+        ("Москва и другие города\n".encode("cp1251"), "is not text in UTF-8, for it holds many undecodable bytes"),
+        (gzip.compress(LINES.encode("utf-16")), "is not text in UTF-8, for it holds NUL bytes"),
+    ],
+    ids=["bzip2", "xz", "utf-16", "utf-16 without a mark", "cp1251", "utf-16 in gzip"],
+)
+def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=f"{path} {message}"):
+        list(find_corpus("text", [str(path)]).documents())
+    path.write_bytes(LINES.encode("latin-1"))
+    assert len("".join(find_corpus("text", [str(path)]).documents())) == len(LINES)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{oops", r"line 2: not JSON"),
+        ("[" * 100_000, r"line 2: not JSON that can be read \(maximum recursion"),
         ('{"title": "x"}', r"line 2: no text under data.text_key = 'text'; it has: title"),
         ('{"text": 3}', r"line 2: no text"),
         ("[1]", r"line 2: no text"),
@@ -156,8 +215,38 @@ def test_parquet_rows_and_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column data.text_key = 'body'; it has: text, n"):
         list(find_corpus("parquet", [str(path)], text_key="body").documents())
     write(path, "not parquet")
-    with pytest.raises(DataError, match="not a readable Parquet file"):
+    with pytest.raises(DataError, match=f"{path} is not a readable Parquet file"):
         list(find_corpus("parquet", [str(path)]).documents())
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    path.write_bytes(b"PAR1" + b"\xff" * 20 + path.read_bytes()[24:])  # a page, not the schema at the end
+    with pytest.raises(DataError, match=f"{path} is not a readable Parquet file"):
+        list(find_corpus("parquet", [str(path)]).documents())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_columns_of_every_type_of_text_and_of_no_other(tmp_path: Path, kind: Kind) -> None:
+    def corpus(name: str, values: pyarrow.Array) -> Corpus:
+        path, table = tmp_path / f"{name}{SUFFIXES[kind][0]}", pyarrow.table({"text": values, "title": ["t"] * 2})
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(str(path), table.schema) as file:
+                file.write_table(table)
+        return find_corpus(kind, [str(path)])
+
+    for name in ("string", "large_string", "string_view", "binary", "large_binary"):
+        assert list(corpus(name, pyarrow.array(["ünï", "two"]).cast(name)).documents()) == ["ünï", "two"]
+    assert list(corpus("dictionary", pyarrow.array(["one", "one"]).dictionary_encode()).documents()) == ["one", "one"]
+    for values, message in (
+        ([1, 2], "is not text but int64; columns of text: title"),
+        ([["one"], ["two"]], "is not text but list<.*string>; columns of text: title"),
+        ([[{"role": "user", "content": "hi"}], None], r"is not text but list<.*struct<.*>>; columns of text: title"),
+        ([b"\xff", b"two"], "holds bytes that are not UTF-8"),
+    ):
+        with pytest.raises(DataError, match=f"column data.text_key = 'text' {message}"):
+            list(corpus("other", pyarrow.array(values)).documents())
+    with pytest.raises(DataError, match="is not text but int64"):
+        corpus("other", pyarrow.array([1, 2])).fingerprints()  # before any text is tokenized
 
 
 def test_max_bytes_ends_after_the_document_that_reaches_it(tmp_path: Path) -> None:
@@ -204,17 +293,17 @@ def test_large_files_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: pyt
     path.write_text(line * 1_000_000, encoding="utf-8")
     monkeypatch.setattr("thinwire.train.data.corpus._MAX_PIECE", 100_000)
     corpus = find_corpus("text", [str(path)])
-    before = corpus.fingerprint()
+    before = corpus.fingerprints()
     tracemalloc.start()
     lengths = [len(text) for text in corpus.documents()]
-    assert corpus.fingerprint() == before
+    assert corpus.fingerprints() == before
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(lengths) == len(line) * 1_000_000
     assert max(lengths) < 100_000 + len(line)
     assert most < 12 << 20
     monkeypatch.undo()
-    assert corpus.fingerprint() != before, "other documents"
+    assert corpus.fingerprints() != before, "other documents"
 
 
 def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:
@@ -224,9 +313,26 @@ def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:
 
 def test_fingerprints_follow_content_not_names(tmp_path: Path) -> None:
     one, same, other = (write(tmp_path / name, text) for name, text in (("1", "a"), ("2", "a"), ("3", "b")))
-    prints = [find_corpus("text", [str(path)]).fingerprint() for path in (one, same, other)]
+    prints = [find_corpus("text", [str(path)]).fingerprints() for path in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
-    assert find_corpus("text", [str(one)], max_bytes=5).fingerprint() != prints[0]
+    assert find_corpus("text", [str(one)], max_bytes=5).fingerprints() != prints[0]
+
+
+def test_fingerprints_of_large_files_follow_content_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(name: str) -> str:
+        return find_corpus("text", [str(tmp_path / name)]).fingerprints()[0]
+
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 1000)
+    monkeypatch.setattr("thinwire.train.data.content._BLOCK", 100)
+    monkeypatch.setattr("thinwire.train.data.content._NUM_BLOCKS", 11)
+    text = "a line of text\n" * 100  # of which a block begins every 140 characters
+    first = fingerprint(write(tmp_path / "a.txt", text).name)
+    os.utime(tmp_path / "a.txt", (0, 0))
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert fingerprint("b.txt") == first
+    for place in (0, 99, 140, 750, 1400, 1499):
+        assert fingerprint(write(tmp_path / "b.txt", f"{text[:place]}X{text[place + 1 :]}").name) != first
+    assert fingerprint(write(tmp_path / "b.txt", text + "\n").name) != first
 
 
 def test_sizes_of_files_are_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def test_the_order_is_frozen() -> None:
     assert samples.count == 100
     assert samples.indices(0, 8).tolist() == [67, 26, 66, 53, 24, 69, 55, 60]
     assert samples.indices(98, 4).tolist() == [74, 42, 73, 88]
+    assert Samples(stream(1001), seq=10, seed=2**32).indices(0, 4).tolist() == [49, 92, 30, 79]
     huge = permute(np.array([0, 1, 2]), 10**15 + 7, 5)
     assert huge.tolist() == [910324266815318, 271077229127929, 708243005776709]
 
@@ -58,6 +59,8 @@ def test_an_epoch_takes_every_sample_once_and_the_next_in_another_order() -> Non
     assert first.tolist() != second.tolist()
     assert first.tolist() != Samples(stream(1001), seq=10, seed=1).indices(0, 100).tolist()
     assert samples.indices(95, 10).tolist() == [*first[95:], *second[:5]]
+    seeds = (0, 1, 2**32, 2**32 + 1, 2**64)
+    assert len({tuple(Samples(stream(1001), seq=10, seed=seed).indices(0, 100)) for seed in seeds}) == len(seeds)
 
 
 def test_labels_are_the_next_tokens() -> None:

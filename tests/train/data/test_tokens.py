@@ -143,6 +143,14 @@ def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:
     assert prepare(recipe.with_(vocab=380)).fingerprint != first.fingerprint
 
 
+@pytest.mark.parametrize(("name", "content"), [("corpus.json", ""), ("corpus.json", "{}"), ("train.bin", "short")])
+def test_a_damaged_cache_names_the_entry_to_delete(recipe: DataRecipe, name: str, content: str) -> None:
+    entry = prepare(recipe).train.path.parent
+    (entry / name).write_text(content)
+    with pytest.raises(DataError, match=rf"data.cache: {entry} is damaged \(.*\); delete it"):
+        prepare(recipe)
+
+
 def test_tokens_do_not_depend_on_batches(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = prepare(recipe)
     monkeypatch.setattr("thinwire.train.data.packing._BATCH_CHARACTERS", 1000)
@@ -188,6 +196,33 @@ def test_many_processes_build_once(recipe: DataRecipe) -> None:
     assert sum(built for _, built in results) == 1
 
 
+def test_tokens_that_an_earlier_version_kept_are_used(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are large, and named by names and times of the text: it takes hours to make them again."""
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 0)
+    first = prepare(recipe)
+    entry = first.train.path.parent
+    entry.rename(entry.with_name(first.former))
+    again = prepare(recipe)
+    assert again.train.path.parent.name == first.former != first.fingerprint
+    assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("whole_below", [2**20, 0])
+def test_bins_are_known_by_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_below: int) -> None:
+    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", whole_below)
+    ids = np.arange(400) % 200
+
+    def fingerprint(name: str, ids: Any, **changes: Any) -> str:
+        ids.astype("<u2").tofile(tmp_path / name)
+        recipe = DataRecipe(source="tokens", paths=(str(tmp_path / name),), token_type="uint16", vocab=300)
+        return prepare(recipe.with_(**changes)).fingerprint
+
+    first = fingerprint("a.bin", ids)
+    assert fingerprint("renamed.bin", ids) == first
+    others = {first, fingerprint("a.bin", ids[::-1]), fingerprint("a.bin", ids, validation_share=0.5)}
+    assert len(others | {fingerprint("a.bin", ids * 0), fingerprint("a.bin", ids * 0, token_type="uint32")}) == 5
+
+
 def test_pre_tokenized_bins(tmp_path: Path) -> None:
     path = tmp_path / "t.bin"
     with TokenWriter(path, 300) as writer:
@@ -196,5 +231,9 @@ def test_pre_tokenized_bins(tmp_path: Path) -> None:
     assert (len(data.train), len(data.validation), data.vocab) == (300, 100, 300)
     assert data.validation.tokens.tolist() == list(range(100, 200))
     assert data.tokenizer is None
+    np.full(100, 999, dtype="<u2").tofile(tmp_path / "v.bin")
+    beyond = DataRecipe(source="tokens", paths=(str(path),), validation_paths=(str(tmp_path / "v.bin"),))
+    with pytest.raises(DataError, match=r"v\.bin holds id 999 where the vocabulary has 300 ids"):
+        prepare(beyond.with_(token_type="uint16", vocab=300))
     with pytest.raises(DataError, match="has 2 entries"):
         prepare(DataRecipe(source="tokens", paths=(str(path), str(path))))

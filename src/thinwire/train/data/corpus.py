@@ -6,19 +6,19 @@ the same order. This module knows nothing of tokens.
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import glob
 import hashlib
-import io
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, Literal
+from typing import Final, Literal
 
 from thinwire.errors import DataError
+from thinwire.train.data.content import are_large, digests
+from thinwire.train.data.readers import Form, holds_bytes, packed_by, read_column, read_jsonl, read_text
 
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
 
@@ -31,15 +31,12 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 }
 """File names that a directory of each kind contributes; files named one by one may have any name."""
 
+_TABLES: Final[dict[str, Form]] = {"parquet": "Parquet", "datasets": "Arrow"}
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-_ARROW_FILE: Final = b"ARROW1"
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _MAX_PIECE: Final = 1 << 20
 """Characters; longer documents take much memory while they are encoded, each on one core."""
-
-_READ_BYTES: Final = 1 << 20
-_HASH_CONTENT_BELOW: Final = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Corpus:
 
     Attributes:
         kind: how the files are read.
-        files: absolute paths.
+        files: absolute paths, by the names that they were given.
         text_key: the JSON key, or the column of Parquet or Arrow, that holds a document.
         max_bytes: stop after the document that reaches this many UTF-8 bytes; None reads everything.
     """
@@ -79,38 +76,50 @@ class Corpus:
                     if left <= 0:
                         return
 
-    def fingerprint(self) -> str:
-        """A hash, 32 hexadecimal digits, of what the corpus holds: of the bytes up to 256 MiB, of sizes and times of
-        change beyond."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
+    def fingerprints(self) -> tuple[str, str]:
+        """A hash, 32 hexadecimal digits, of what the corpus holds, and the one that versions up to 0.2 gave it: the
+        same up to 256 MiB, beyond of names, sizes and times of change.
+
+        Raises:
+            DataError: A file cannot be read, or is of no form that is read.
+        """
+        now = hashlib.blake2b(digest_size=16)
+        now.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
         if self._caps_pieces():
-            digest.update(b"capped")  # before pieces were capped, the same files gave other documents
-        by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
-        for path in self.files:
-            if by_content:
-                with path.open("rb") as stream:
-                    content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
-                digest.update(content.digest())
-            else:
-                stat = path.stat()
-                digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
-        return digest.hexdigest()
+            now.update(b"capped")  # before pieces were capped, the same files gave other documents
+        if self._was_misread():
+            now.update(b"decoded")
+        before, large = now.copy(), are_large(self.files)
+        for path, content in zip(self.files, digests(self.files), strict=True):
+            stat = path.stat()
+            now.update(content)
+            before.update(repr((str(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode() if large else content)
+        return now.hexdigest(), before.hexdigest()
 
     def _read(self, path: Path, piece: int) -> Iterator[str]:
         if self.kind == "jsonl":
-            return _read_jsonl(path, self.text_key)
-        if self.kind == "parquet":
-            return _read_parquet(path, self.text_key)
-        if self.kind == "datasets":
-            return _read_arrow(path, self.text_key)
-        return cut(_read_text(path), piece)
+            return read_jsonl(path, self.text_key)
+        if form := _TABLES.get(self.kind):
+            return read_column(path, form, self.text_key)
+        return cut(read_text(path), piece)
 
     def _caps_pieces(self) -> bool:
         """Whether a document may be cut to :data:`_MAX_PIECE`."""
         if self.kind not in ("text", "stdlib") or self._uncapped_piece() <= _MAX_PIECE:
             return False
-        return any(path.suffix in _CODECS or path.stat().st_size > _MAX_PIECE for path in self.files)
+        return any(path.stat().st_size > _MAX_PIECE or packed_by(path) for path in self.files)
+
+    def _was_misread(self) -> bool:
+        """Whether versions up to 0.2 read other documents: compressed text whose name, behind links, does not say so,
+        and columns of bytes, were not decoded.
+
+        Raises:
+            DataError: A file is of no form that is read.
+        """
+        if form := _TABLES.get(self.kind):
+            return True in {holds_bytes(path, form, self.text_key) for path in self.files}  # each is checked
+        packed = [path for path in self.files if packed_by(path)]
+        return any(path.resolve().suffix not in (".gz", ".zst") for path in packed)
 
     def _uncapped_piece(self) -> int:
         total = sum(path.stat().st_size for path in self.files)
@@ -134,7 +143,10 @@ def find_corpus(
         if not paths:
             raise DataError(f"data.paths is empty; data.source = {kind!r} reads files, directories or globs from it")
         files = [file for path in paths for file in _expand(path, kind)]
-    return Corpus(kind=kind, files=tuple(dict.fromkeys(files)), text_key=text_key, max_bytes=max_bytes)
+    distinct: dict[Path, Path] = {}
+    for file in files:
+        distinct.setdefault(file.resolve(), file.absolute())
+    return Corpus(kind=kind, files=tuple(distinct.values()), text_key=text_key, max_bytes=max_bytes)
 
 
 def cut(parts: Iterable[str], size: int) -> Iterator[str]:
@@ -171,7 +183,7 @@ def _stdlib_files() -> list[Path]:
 def _expand(path: str, kind: Kind) -> list[Path]:
     given = Path(path).expanduser()
     if given.is_file():
-        return [given.resolve()]
+        return [given]
     if given.is_dir():
         files = _saved_dataset(given) if kind == "datasets" else _files_below(given, kind)
         if not files:
@@ -180,8 +192,8 @@ def _expand(path: str, kind: Kind) -> list[Path]:
             )
         return files
     if any(character in path for character in "*?["):
-        matches = sorted(Path(match).resolve() for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
-        files = [match for match in matches if match.is_file()]
+        matches = (Path(match) for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
+        files = sorted((match for match in matches if match.is_file()), key=Path.resolve)
         if not files:
             raise DataError(f"data.paths: pattern {path} matches no file")
         return files
@@ -189,9 +201,18 @@ def _expand(path: str, kind: Kind) -> list[Path]:
 
 
 def _files_below(directory: Path, kind: Kind) -> list[Path]:
-    return sorted(
-        file.resolve() for file in directory.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind])
-    )
+    """The files of a kind in a directory and below, each directory once, also behind links."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for name, below, files in os.walk(directory, followlinks=True):
+        root = Path(name)
+        if root.resolve() in seen:
+            below.clear()
+            continue
+        seen.add(root.resolve())
+        below.sort()
+        found += [root / file for file in files if file.endswith(SUFFIXES[kind]) and (root / file).is_file()]
+    return sorted(found, key=Path.resolve)
 
 
 def _saved_dataset(directory: Path) -> list[Path]:
@@ -210,105 +231,9 @@ def _saved_dataset(directory: Path) -> list[Path]:
         return [file for file in _files_below(directory, "datasets") if not file.name.startswith("cache-")]
     try:
         names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{state}, which names the files of a dataset, cannot be read: {error!r}") from error
     for name in names:
         if Path(name).name != name or not (directory / name).is_file():
             raise DataError(f"{state} names {name}, and there is no such file beside it")
-    return [(directory / name).resolve() for name in names]
-
-
-_CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed as they are read.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        if path.suffix not in _CODECS:
-            with path.open("rb") as stream:
-                yield stream
-            return
-        import pyarrow
-
-        with path.open("rb") as packed, pyarrow.CompressedInputStream(packed, _CODECS[path.suffix]) as unpacked:
-            yield io.BufferedReader(unpacked, _READ_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _read_text(path: Path) -> Iterator[str]:
-    # A few old sources are Latin-1; a replacement character is better than no corpus.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    with _opened(path) as stream:
-        while part := stream.read(_READ_BYTES):
-            yield decoder.decode(part)
-        yield decoder.decode(b"", final=True)
-
-
-def _read_jsonl(path: Path, key: str) -> Iterator[str]:
-    with _opened(path) as raw:
-        for number, line in enumerate(raw, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
-            text = row.get(key) if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-                raise DataError(f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}")
-            yield text
-
-
-def _read_parquet(path: Path, key: str) -> Iterator[str]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError("reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
-    try:
-        file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
-    if key not in file.schema_arrow.names:
-        names = ", ".join(file.schema_arrow.names)
-        raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-    for batch in file.iter_batches(batch_size=1024, columns=[key]):
-        for text in batch.column(0).to_pylist():
-            if text is not None:
-                yield str(text)
-
-
-def _read_arrow(path: Path, key: str) -> Iterator[str]:
-    """Texts of an Arrow stream, the form that ``datasets`` keeps on disk, or of an Arrow file."""
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError("reading Arrow files needs pyarrow; install it with: pip install pyarrow") from error
-    try:
-        with pyarrow.memory_map(str(path)) as source:
-            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-            source.seek(0)
-            if is_file:
-                reader = pyarrow.ipc.open_file(source)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                reader = batches = pyarrow.ipc.open_stream(source)
-            if key not in reader.schema.names:
-                names = ", ".join(reader.schema.names)
-                raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
-            for batch in batches:
-                column = batch.column(key)
-                column.validate(full=True)  # offsets of a damaged file point anywhere
-                for text in column.to_pylist():
-                    if text is not None:
-                        yield str(text)
-    except DataError:
-        raise
-    except Exception as error:  # pyarrow's own are many
-        raise DataError(f"{path} is not a readable Arrow file: {error}") from error
+    return [directory / name for name in names]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ import numpy.typing as npt
 from thinwire.checkpoint.durable import sync, sync_tree
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
+from thinwire.train.data.content import digests
 from thinwire.train.data.corpus import Corpus, find_corpus
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.tokens import TokenBin, TokenWriter, entropy
@@ -59,6 +60,7 @@ class Dataset:
         unigram_entropy: Entropy of the token frequencies in the training tokens, in nats per token.
         fingerprint: A hash that is equal for equal tokens in equal order.
         tokenizer: Path of ``tokenizer.json``; ``None`` for bins that come without one.
+        former: The fingerprint that versions up to 0.2 gave, in their checkpoints.
     """
 
     train: TokenBin
@@ -67,6 +69,7 @@ class Dataset:
     unigram_entropy: float
     fingerprint: str
     tokenizer: Path | None
+    former: str = ""
 
 
 def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
@@ -84,7 +87,8 @@ def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
     if recipe.validation_paths:
         kind = "text" if recipe.source == "stdlib" else recipe.source
         held_out = find_corpus(kind, recipe.validation_paths, text_key=recipe.text_key)
-    return _open_entry(_cached(recipe, corpus, held_out, report))
+    keys = _keys(recipe, corpus, held_out)
+    return _open_entry(_cached(keys, recipe, corpus, held_out, report), *keys)
 
 
 def cache_directory(recipe: DataRecipe) -> Path:
@@ -101,12 +105,12 @@ def is_validation(document: str, share: float) -> bool:
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> Path:
-    key = _key(recipe, corpus, held_out)
-    directory = cache_directory(recipe)
+def _cached(keys: tuple[str, str], recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> Path:
+    directory, key = cache_directory(recipe), keys[0]
+    for entry in (directory / name for name in keys):
+        if entry.is_dir():
+            return entry
     entry = directory / key
-    if entry.is_dir():
-        return entry
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -132,13 +136,17 @@ def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report:
     return entry
 
 
-def _key(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None) -> str:
+def _keys(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None) -> tuple[str, str]:
+    """The name of the entry, and the one that versions up to 0.2 gave it."""
     tokenizer = f"bpe:{recipe.vocab or _DEFAULT_VOCAB}"
     if recipe.tokenizer != "bpe":
         tokenizer = Tokenizer.load(recipe.tokenizer).fingerprint()
-    share = held_out.fingerprint() if held_out else repr(recipe.validation_share)
-    content = (_VERSION, corpus.fingerprint(), share, tokenizer)
-    return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest()
+    shares = held_out.fingerprints() if held_out else (repr(recipe.validation_share),) * 2
+    now, before = (
+        hashlib.blake2b(repr((_VERSION, text, share, tokenizer)).encode(), digest_size=12).hexdigest()
+        for text, share in zip(corpus.fingerprints(), shares, strict=True)
+    )
+    return now, before
 
 
 def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> None:
@@ -205,16 +213,21 @@ def in_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]
         yield batch
 
 
-def _open_entry(entry: Path) -> Dataset:
-    about: dict[str, Any] = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
-    train = TokenBin.open(entry / "train.bin")
+def _open_entry(entry: Path, fingerprint: str, former: str) -> Dataset:
+    try:
+        about = json.loads((entry / "corpus.json").read_text(encoding="utf-8"))
+        unigram_entropy = float(about["unigram_entropy"])
+        train, validation = TokenBin.open(entry / "train.bin"), TokenBin.open(entry / "validation.bin")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, DataError) as error:
+        raise DataError(f"data.cache: {entry} is damaged ({error!r}); delete it, and it is made anew") from error
     return Dataset(
         train=train,
-        validation=TokenBin.open(entry / "validation.bin"),
+        validation=validation,
         vocab=train.vocab,
-        unigram_entropy=float(about["unigram_entropy"]),
-        fingerprint=entry.name,
+        unigram_entropy=unigram_entropy,
+        fingerprint=fingerprint,
         tokenizer=entry / "tokenizer.json",
+        former=former,
     )
 
 
@@ -226,14 +239,20 @@ def _open_bins(recipe: DataRecipe) -> Dataset:
         kept = int(len(train) * (1 - recipe.validation_share))
         validation = TokenBin(path=train.path, tokens=train.tokens[kept:], vocab=train.vocab)
         train = TokenBin(path=train.path, tokens=train.tokens[:kept], vocab=train.vocab)
-    identity = [(item.path.name, len(item), item.path.stat().st_size) for item in (train, validation)]
+    both = (train, validation)
+    counts = [item.counts(_ENTROPY_TOKENS) for item in both]  # both, so that ids beyond the vocabulary are found now
+    files = list(dict.fromkeys(item.path for item in both))
+    content = dict(zip(files, digests(files), strict=True))
+    identity = [(content[item.path], item.tokens.dtype.str, len(item)) for item in both]
+    before = [(item.path.name, len(item), item.path.stat().st_size) for item in both]
     return Dataset(
         train=train,
         validation=validation,
         vocab=max(train.vocab, validation.vocab),
-        unigram_entropy=entropy(train.counts(_ENTROPY_TOKENS)),
+        unigram_entropy=entropy(counts[0]),
         fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest(),
         tokenizer=None,
+        former=hashlib.blake2b(repr(before).encode(), digest_size=12).hexdigest(),
     )
 
 

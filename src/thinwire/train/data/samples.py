@@ -7,6 +7,7 @@ world size. A position is the number of samples taken so far; nothing else has t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -91,13 +92,20 @@ class Samples:
         result = np.empty_like(positions)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if number else ():
             chosen = epochs == epoch
-            result[chosen] = permute(positions[chosen] % self.count, self.count, (self.seed << 32) + epoch)
+            result[chosen] = permute(positions[chosen] % self.count, self.count, _key(self.seed, epoch))
         return result
 
     def batch(self, indices: Ids) -> Batch:
         """Read the samples of indices, shape ``(B,)``, into a batch on CPU."""
         rows = torch.from_numpy(self.tokens.windows(indices * self.seq, self.seq + 1))
         return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def _key(seed: int, epoch: int) -> int:
+    """What chooses the order of an epoch, of 64 bits."""
+    if seed < 2**32:
+        return (seed << 32) + epoch
+    return int.from_bytes(hashlib.blake2b(repr((seed, epoch)).encode(), digest_size=8).digest(), "little")
 
 
 def step_batches(

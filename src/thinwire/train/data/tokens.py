@@ -163,8 +163,8 @@ def _read_header(path: Path) -> dict[str, Any]:
         return {}
     try:
         header = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} is not JSON that can be read: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != _VERSION:
         raise DataError(f"{file} is not a header of format {FORMAT!r}, version {_VERSION}")
     if type(header.get("num_tokens", 0)) is not int:
