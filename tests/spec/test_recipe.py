@@ -11,6 +11,7 @@ from tests.support.paths import ROOT
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import Grid
 from thinwire.spec.factor import Factor
+from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.spec.template import PlanTemplate
@@ -117,6 +118,7 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
         ({"layers": 1, "hidden": 8}, "heads"),
         ({"layers": 1, "hidden": 6, "heads": 2}, "odd head width 3"),
         ({"kind": "gpt", "layers": 1, "hidden": 8, "heads": 4, "kv_heads": 2}, "no grouped queries"),
+        ({"preset": "gpt-18b", "kv_heads": 2}, "no grouped queries"),
         ({"preset": "llama-9b"}, "llama-9b"),
     ],
 )
@@ -128,6 +130,14 @@ def test_impossible_models(model: dict[str, object], message: str) -> None:
 def test_presets_of_models() -> None:
     shape = ModelRecipe(preset="gpt-neox-20b", layers=2).shape(vocab=4096, seq=128)
     assert (shape.kind, shape.layers, shape.hidden, shape.vocab, shape.seq) == ("gpt", 2, 6144, 4096, 128)
+
+
+@pytest.mark.parametrize("preset", ModelSpec.preset_names())
+def test_the_recipe_that_a_run_writes_is_of_the_same_model(preset: str) -> None:
+    recipe = Recipe.parse({"model": {"preset": preset}, "train": {"steps": 3}})
+    sizes, again = {"vocab": 300, "seq": 16}, Recipe.from_toml(recipe.to_toml()).model
+    assert again.shape(**sizes) == recipe.model.shape(**sizes) == ModelSpec.preset(preset, **sizes)
+    assert again.family == ModelSpec.preset(preset).kind
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ class ModelRecipe(Dimensions):
         """Whether training starts from weights in files rather than random values."""
         return self.path is not None and self.weights != "random"
 
+    @property
+    def family(self) -> str:
+        """``kind``, or that of the preset, or ``llama``."""
+        preset = self.preset if self.preset in ModelSpec.preset_names() else None
+        return self.kind or ("llama" if preset is None else ModelSpec.preset(preset).kind)
+
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
         """Resolve the model's dimensions.
 
@@ -71,9 +77,6 @@ class ModelRecipe(Dimensions):
         given = {key: value for key, value in own.items() if value is not None}
         if self.preset is None:
             return ModelSpec.parse(given, "model")
-        # A preset's name implies its kind; llama is only this recipe's default.
-        if "kind" not in self.model_fields_set:
-            del given["kind"]
         return ModelSpec.preset(self.preset, **given)
 
     @rule(*_DIMENSIONS, "kind", "tied_embedding")
@@ -94,13 +97,13 @@ class ModelRecipe(Dimensions):
             yield Problem(
                 "heads", f"= {shape.heads} gives an odd head width {shape.head_dim}; rotary needs an even one"
             )
-        if self.kind == "gpt" and shape.kv_heads != shape.heads:
+        if shape.kind == "gpt" and shape.kv_heads != shape.heads:
             yield Problem("kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries")
 
     @rule("kind", "path", "weights")
     def _weights_are_somewhere(self) -> Iterator[Problem]:
         if self.weights is not None and self.kind != "huggingface":
-            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.kind}"')
+            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.family}"')
         elif self.weights == "file" and self.path is None:
             yield Problem("weights", '= "file" needs path, the directory that holds the files')
 
@@ -112,7 +115,7 @@ class ModelRecipe(Dimensions):
                 "kind", f'= "huggingface" needs either path or config; given: {" and ".join(given) or "none"}'
             )
         if self.kind != "huggingface" and given:
-            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
+            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.family}"')
 
     @rule(*_DIMENSIONS, "kind")
     def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
