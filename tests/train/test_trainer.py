@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.nn import functional
 
 import thinwire as tw
 from thinwire.collectives import group
@@ -203,6 +204,31 @@ def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Pa
     other = make(tmp_path, fingerprint="y")
     with pytest.raises(DataError, match="trained on other tokens"):
         other.load(Checkpoint(2, path))
+
+
+def test_dropout_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
+    def losses(trainer: Trainer, steps: int) -> list[float]:
+        torch.manual_seed(len(made))  # whatever this process has drawn before
+        made.append(trainer)
+        mlp = trainer.model.chunks[0].get_submodule("layers.0.mlp")
+        mlp.register_forward_hook(lambda module, _, output: functional.dropout(output, 0.5, module.training))
+        return [trainer.step(wants_stop=False).record.loss for _ in range(steps)]  # type: ignore[union-attr]
+
+    made: list[Trainer] = []
+    settings = ("train.log_every=1", "optimizer.lr=1e-30", "train.validate_every=0", "model.ffn=512")
+    first = losses(make(tmp_path, *settings), 3)
+    assert losses(make(tmp_path, *settings), 3) == first
+    assert losses(make(tmp_path, *settings, "plan.recompute=true"), 3) == first
+    assert losses(make(tmp_path, *settings, "train.seed=1"), 3) != first
+    losses(halted := make(tmp_path, *settings), 2)
+    path = halted.save()
+    (resumed := make(tmp_path, *settings)).load(Checkpoint(step=2, path=path))
+    assert losses(resumed, 1) == first[2:]
+    resumed.position.step, drawn = 0, []
+    for resumed.watch.sampler in range(2):
+        resumed._seed_dropout()
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] != drawn[1], "ranks with data of their own draw masks of their own"
 
 
 def test_validations_checkpoints_and_exports_use_the_average(tmp_path: Path) -> None:

@@ -125,7 +125,11 @@ class TrainRecipe(Spec):
         description="sequences per step over all ranks, so that results do not depend on the number of ranks; sets the "
         "plan's micro_batches, and its micro_batch becomes an upper bound; default: the plan's batch",
     )
-    seed: Depth = Field(default=0, description="seed of the initial weights and of the sample order")
+    seed: Depth = Field(
+        default=0,
+        description="seed of the initial weights, of the sample order, and of a model's dropout, which also depends on "
+        "the division over ranks",
+    )
     validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
     validation_samples: Count = Field(default=64, description="sequences per validation; always the same ones")
     log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
