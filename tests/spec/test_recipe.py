@@ -127,6 +127,34 @@ def test_impossible_models(model: dict[str, object], message: str) -> None:
         ModelRecipe(**model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.positions=learned",), 'kind = "gpt"'),
+        (("model.expert_ffn=9",), "no experts"),
+        (("model.preset=gpt-18b", "model.positions=learned", "model.rope_theta=9.0"), "rotate nothing"),
+        (("data.token_type=uint16",), 'source = "tokens"'),
+        (("data.source=text", 'data.paths=["a"]', "data.text_key=body"), "no keys"),
+        (("data.source=tokens", 'data.paths=["a"]', "data.max_bytes=9"), "no text"),
+    ],
+)
+def test_keys_without_effect_are_refused(path: Path, settings: tuple[str, ...], message: str) -> None:
+    key, _, _ = settings[-1].partition("=")
+    with pytest.raises(SpecError, match=rf"{re.escape(key)} = .* has no effect: .*{message}.*; leave it out"):
+        Recipe.read(path, settings)
+    assert Recipe.read(path, settings[:-1])
+
+
+def test_keys_without_effect_on_a_hugging_face_model_are_refused(path: Path) -> None:
+    text = '[model]\nkind = "huggingface"\nconfig = "config.json"\nnorm_eps = 1e-6\n[train]\nsteps = 5'
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"model\.norm_eps = 1e-06 has no effect: .* config\.json says"):
+        Recipe.read(path)
+    written = Recipe.load(path).to_toml()
+    path.write_text(written.replace("norm_eps = 1e-06", "norm_eps = 1e-05"), encoding="utf-8")
+    assert Recipe.read(path), "a run writes every key, with its default"
+
+
 def test_presets_of_models() -> None:
     shape = ModelRecipe(preset="gpt-neox-20b", layers=2).shape(vocab=4096, seq=128)
     assert (shape.kind, shape.layers, shape.hidden, shape.vocab, shape.seq) == ("gpt", 2, 6144, 4096, 128)

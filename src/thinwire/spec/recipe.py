@@ -97,6 +97,15 @@ class DataRecipe(Spec):
         default=None, description="directory for tokenized text; default: $THINWIRE_CACHE or ~/.cache/thinwire"
     )
 
+    def idle(self) -> dict[str, str]:
+        """Keys that change nothing with this source, and why."""
+        if self.source == "tokens":
+            return dict.fromkeys(("tokenizer", "text_key", "max_bytes"), 'source = "tokens" reads no text')
+        idle = {"token_type": 'it is for source = "tokens"'}
+        if self.source in ("stdlib", "text"):
+            idle["text_key"] = f'source = "{self.source}" has no keys'
+        return idle
+
     @rule("source", "paths")
     def _source_has_paths(self) -> Iterator[Problem]:
         if self.source != "stdlib" and not self.paths:
@@ -365,7 +374,8 @@ class Recipe(Spec):
             The recipe, with absolute paths.
 
         Raises:
-            SpecError: The recipe is invalid; the error lists every problem.
+            SpecError: The recipe is invalid, or a key of its model or data has no effect; the error lists every
+                problem.
         """
         table = read_toml_file(path)
         named = table.get("plan")
@@ -380,7 +390,11 @@ class Recipe(Spec):
             table["model"] = model_table(model)
         # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
-        return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+        recipe = cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+        # Not a rule of the type: the recipes that older runs have written can be read still.
+        if problems := [*_idle("model", recipe.model), *_idle("data", recipe.data)]:
+            raise SpecError(str(path), problems)
+        return recipe
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -415,6 +429,15 @@ class Recipe(Spec):
                 f'= "bpe" trains a new one, but the weights in model.path = {self.model.path} know the ids of theirs; '
                 'set it to a directory with that tokenizer.json, or model.weights = "random"',
             )
+
+
+def _idle(section: str, of: ModelRecipe | DataRecipe) -> list[str]:
+    """What is wrong with a section whose keys have no effect, one sentence for each key that is set."""
+    return [
+        f"{section}.{key} = {value!r} has no effect: {why}; leave it out"
+        for key, why in of.idle().items()
+        if (value := getattr(of, key)) != type(of).model_fields[key].default
+    ]
 
 
 def _former_batch(table: Mapping[str, Any]) -> dict[str, Any]:

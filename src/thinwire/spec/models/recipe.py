@@ -17,6 +17,9 @@ _DIMENSIONS = (
 )  # fmt: skip
 """Keys of a model's shape."""
 
+_OF_GPT = ("positions", "rotary_share", "parallel_residual")
+"""Keys that only models of kind gpt have."""
+
 
 class ModelRecipe(Dimensions):
     """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
@@ -54,6 +57,20 @@ class ModelRecipe(Dimensions):
         preset = self.preset if self.preset in ModelSpec.preset_names() else None
         return self.kind or ("llama" if preset is None else ModelSpec.preset(preset).kind)
 
+    def idle(self) -> dict[str, str]:
+        """Keys that change nothing in this model, and why."""
+        if self.family == "huggingface":
+            own = ("vocab", "tied_embedding", "max_seq", "norm_eps", "rope_theta", *_OF_GPT)
+            return dict.fromkeys(own, 'a model of kind = "huggingface" is what its config.json says')
+        idle = {}
+        if self.family == "llama":
+            idle = dict.fromkeys(_OF_GPT, 'it is for kind = "gpt", and this is kind = "llama"')
+        elif self.positions == "learned":
+            idle = dict.fromkeys(("rope_theta", "rotary_share"), 'positions = "learned" rotate nothing')
+        if self.shape(vocab=1, seq=1).experts is None:
+            idle["expert_ffn"] = "there are no experts"
+        return idle
+
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
         """Resolve the model's dimensions.
 
@@ -71,7 +88,7 @@ class ModelRecipe(Dimensions):
         if self.kind == "huggingface":
             source = self.path if self.config is None else self.config
             assert source is not None, "a rule of this type"
-            return ModelSpec.parse({**huggingface_shape(source), "seq": self.max_seq or seq}, "model")
+            return ModelSpec.parse({**huggingface_shape(source), "seq": seq}, "model")
         own = {name: getattr(self, name) for name in Dimensions.model_fields}
         own |= {"vocab": self.vocab or vocab, "seq": self.max_seq or seq}
         given = {key: value for key, value in own.items() if value is not None}
