@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.errors import DataError, UsageError
 from thinwire.extras import missing_sentence
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
+from thinwire.spec.models.huggingface import FLOAT, tagged
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.divided import PREFIX, DividedCausal
@@ -24,9 +24,6 @@ from thinwire.train.models.loaded import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""
-
-_FLOAT: Final = "__float__"
-"""Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
 
 
 class HuggingFaceCausal(DividedCausal):
@@ -113,26 +110,17 @@ def read_config(recipe: ModelRecipe) -> dict[str, Any]:
         DataError: there is none.
     """
     if recipe.path is not None:
-        return _tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
+        return tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
     assert recipe.config is not None, "the recipe's own rule demands path or config"
     table = _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
-    return _tagged(table)  # type: ignore[no-any-return]
-
-
-def _tagged(value: Any) -> Any:
-    """A configuration without infinities and NaN, which JSON lacks: ``transformers`` writes objects of one key."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    if isinstance(value, Mapping):
-        return {key: _tagged(item) for key, item in value.items()}
-    return [_tagged(item) for item in value] if isinstance(value, list | tuple) else value
+    return tagged(table)  # type: ignore[no-any-return]
 
 
 def _untagged(value: Any) -> Any:
     """A configuration with its infinities and NaN."""
     if isinstance(value, Mapping):
-        if set(value) == {_FLOAT}:
-            return float(value[_FLOAT])
+        if set(value) == {FLOAT}:
+            return float(value[FLOAT])
         return {key: _untagged(item) for key, item in value.items()}
     return [_untagged(item) for item in value] if isinstance(value, list | tuple) else value
 
