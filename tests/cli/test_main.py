@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,9 @@ def test_picture_and_table(tmp_path: Path) -> None:
     ):
         assert text in cells
     assert "sync" not in cells
+    lost = replace(run, summary={**(run.summary or {}), "final_val_loss": None, "final_train_loss": None})
+    cells = [str(cell) for column in summary_table(lost, directory).columns for cell in column.cells]
+    assert cells.count("no finite number") == 2
     assert loss_chart(read_run(write_run(tmp_path / "empty", []))) is None
 
 

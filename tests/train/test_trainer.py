@@ -16,8 +16,10 @@ from safetensors import safe_open
 from torch.nn import functional
 
 import thinwire as tw
+from thinwire.cli.terminal.summary import summary_table
 from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError
+from thinwire.record import read_run
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -93,6 +95,19 @@ def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -
     assert trains(again, dataset) == summary
     longer = dataclasses.replace(again, recipe=run.recipe.with_(train={"steps": 3}))
     assert trains(longer, dataset)["steps"] == 3
+
+
+def test_a_last_validation_of_nan_completes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def validated(trainer: Trainer) -> float:
+        trainer.position.val_loss = math.nan
+        return math.nan
+
+    run, dataset = prepared(tmp_path, "train.steps=1", "train.tensorboard=false")
+    monkeypatch.setattr(Trainer, "validate", validated)
+    assert trains(run, dataset)["final_val_loss"] is None
+    complete = read_run(tmp_path)
+    assert complete.summary is not None
+    assert summary_table(complete, run.directory)
 
 
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:

@@ -26,7 +26,7 @@ from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.models.divided import PREFIX
-from thinwire.train.observing.metrics import MetricsLog
+from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.observing.trackers import open_trackers
@@ -226,8 +226,8 @@ def _summary(trainer: Trainer) -> dict[str, object]:
     position, total, scale = trainer.position, trainer.total, trainer.optimizer.loss_scale
     tokens = total.steps * trainer.samples_per_step * trainer.train.seq
     return {
-        "final_train_loss": position.loss,
-        "final_val_loss": position.val_loss,
+        "final_train_loss": finite(position.loss),
+        "final_val_loss": finite(position.val_loss),
         "unigram_entropy": trainer.dataset.unigram_entropy,
         "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
