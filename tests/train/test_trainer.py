@@ -18,7 +18,7 @@ from torch.nn import functional
 import thinwire as tw
 from thinwire.cli.terminal.summary import summary_table
 from thinwire.collectives import group
-from thinwire.errors import DataError, NonFiniteError
+from thinwire.errors import DataError, NonFiniteError, UsageError
 from thinwire.record import read_run
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
@@ -95,6 +95,8 @@ def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -
     assert trains(again, dataset) == summary
     longer = dataclasses.replace(again, recipe=run.recipe.with_(train={"steps": 3}))
     assert trains(longer, dataset)["steps"] == 3
+    with pytest.raises(UsageError, match=r"train\.steps = 2 is less than the 3 steps of .*; set it to at least 3"):
+        trains(again, dataset)
 
 
 def test_a_last_validation_of_nan_completes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

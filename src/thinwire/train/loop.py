@@ -15,7 +15,7 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
-from thinwire.errors import CheckpointError, CollectiveError
+from thinwire.errors import CheckpointError, CollectiveError, UsageError
 from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.data.packing import Dataset
@@ -88,8 +88,13 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
 
 def resume(trainer: Trainer) -> list[str]:
     """Load the newest checkpoint, if there is one, into a trainer at step 0. All ranks call it. Returns lines that tell
-    the user where the run continues."""
-    directory = trainer.run.directory.checkpoints
+    the user where the run continues.
+
+    Raises:
+        UsageError: On every rank, if the run has made more steps than the recipe asks for.
+        CheckpointError: On every rank, if the checkpoint cannot be loaded.
+    """
+    directory, steps = trainer.run.directory.checkpoints, trainer.run.recipe.train.steps
     ranks = trainer.ranks
 
     def find() -> Checkpoint | None:
@@ -99,6 +104,11 @@ def resume(trainer: Trainer) -> list[str]:
     checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]), _CHECKPOINT)[0]
     if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
+    if checkpoint.step > steps:
+        raise UsageError(
+            f"train.steps = {steps} is less than the {checkpoint.step} steps of {checkpoint.path}; set it to at least "
+            f"{checkpoint.step}, or start a new run with another --out"
+        )
     try:
         note = trainer.load(checkpoint)
     except CheckpointError as error:
