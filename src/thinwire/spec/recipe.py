@@ -390,7 +390,8 @@ class Recipe(Spec):
             table["model"] = model_table(model)
         # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
-        recipe = cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+        table = apply_settings(table, _present(settings))
+        recipe = cls.parse(_with_tokenizer(_absolute(table, Path.cwd())), str(path))
         # Not a rule of the type: the recipes that older runs have written can be read still.
         if problems := [*_idle("model", recipe.model), *_idle("data", recipe.data)]:
             raise SpecError(str(path), problems)
@@ -443,6 +444,15 @@ def _idle(section: str, of: ModelRecipe | DataRecipe) -> list[str]:
 def _former_batch(table: Mapping[str, Any]) -> dict[str, Any]:
     train = table.get("train")
     return {key: train[key] for key in BATCH if key in train} if isinstance(train, Mapping) else {}
+
+
+def _present(settings: Sequence[str]) -> list[str]:
+    """Settings with present keys. Former ones come first: where both are given, the present one counts."""
+    former = {f"train.{key}": f"plan.{key}" for key in BATCH}
+    keys = [setting.partition("=")[0].strip() for setting in settings]
+    hint("--set", {key: former[key] for key in keys if key in former})
+    renamed = [one.replace(key, former[key], 1) for key, one in zip(keys, settings, strict=True) if key in former]
+    return renamed + [one for key, one in zip(keys, settings, strict=True) if key not in former]
 
 
 def _instead(old: Any, plan: str) -> dict[str, Any]:
