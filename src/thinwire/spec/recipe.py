@@ -384,8 +384,11 @@ class Recipe(Spec):
             old |= {f"plan.{key}": f"plan.{new}" for key, new in Plan.old_spellings(named).items()}
         hint(str(path), old)
         table = _absolute(cls.prepare(table), Path(path).resolve().parent)
-        if plan is not None:
-            table["plan"] = _instead(table.get("plan"), plan)
+        whole = [setting for setting in settings if setting.partition("=")[0].strip() == "plan"]
+        named = apply_settings({}, whole).get("plan", plan)
+        if isinstance(named, str):  # --set plan=NAME is --plan NAME
+            settings = [setting for setting in settings if setting not in whole]
+            table["plan"] = _instead(table.get("plan"), named)
         if model is not None:
             table["model"] = model_table(model)
         # Expand the shorthand first, so that settings can change single keys of the plan.
