@@ -104,6 +104,20 @@ def test_every_problem_at_once_with_suggestions(path: Path) -> None:
     assert len(caught.value.problems) == 5
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("data.paths=/a.txt", """= '/a.txt' should be a list, for example ["/a.txt"]"""),
+        ("train.trackers=2026-01-01", "should be a list"),
+        ("optimizer.betas=[0.9, 1.0]", "should be less than 1"),
+        ("optimizer.weight_decay=inf", "finite number"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(path: Path, setting: str, why: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(setting.partition("=")[0]) + ".*" + re.escape(why)):
+        Recipe.read(path, [setting])
+
+
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"absent\.toml"):
         Recipe.read(tmp_path / "absent.toml")

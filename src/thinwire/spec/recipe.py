@@ -26,6 +26,8 @@ __all__ = [
     "ModelRecipe", "OptimizerRecipe", "Recipe", "TrainRecipe", "model_table", "plan_table",
 ]  # fmt: skip
 
+_BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
 MOST_TRACED = 20
@@ -186,9 +188,13 @@ class OptimizerRecipe(Spec):
     lr: Positive = Field(default=3e-4, description="peak learning rate")
     warmup: Depth = Field(default=0, description="steps of linear warm-up")
     final_lr_share: Share = Field(default=0.1, description="learning rate of the last step, as a fraction of the peak")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay rates of the moments")
+    betas: tuple[_BelowOne, _BelowOne] = Field(
+        default=(0.9, 0.95), description="decay rates of the moments, each below 1"
+    )
     eps: Positive = Field(default=1e-8, description="constant added to the square root of the second moment")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled weight decay of matrices")
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.1, description="decoupled weight decay of matrices"
+    )
     clip: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="largest gradient norm; larger gradients are scaled down; 0: no clipping"
     )
@@ -198,7 +204,7 @@ class AverageRecipe(Spec):
     """An exponential average of the weights, updated after each step. Validations and ``thinwire export`` use it, and
     checkpoints hold it. It takes 4 bytes for each parameter that a rank updates."""
 
-    decay: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    decay: _BelowOne | None = Field(
         default=None, description="what a step keeps of the average, below 1, for example 0.999; default: no average"
     )
 
