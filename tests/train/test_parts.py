@@ -138,6 +138,15 @@ def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("log_every", [7, 37, 300])
+def test_progress_goes_on_whatever_steps_are_logged(log_every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressReport(2000, 0, "stdout") as progress:
+        logged = range(log_every, 2001, log_every)
+        for step in logged:
+            progress.step(record(step))
+    assert min(20, len(logged)) <= len(capsys.readouterr().out.splitlines()) <= 27
+
+
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
