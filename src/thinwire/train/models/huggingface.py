@@ -49,9 +49,9 @@ class HuggingFaceCausal(DividedCausal):
         """Predict the next tokens.
 
         Inputs are int64 ``(B, T)``, in later stages of a pipeline hidden states ``(B, T, D)``; labels are int64
-        ``(B, T)``, the token that follows each input. Returns logits, and with labels the loss, including a
-        mixture-of-experts' balance loss where the configuration sets ``output_router_logits``; in earlier stages of a
-        pipeline hidden states.
+        ``(B, T)``, the token that follows each input. Returns logits, and with labels the loss, in training including
+        a mixture-of-experts' balance loss where the configuration sets ``output_router_logits``; in earlier stages of
+        a pipeline hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
         name = "input_ids" if self.first else "inputs_embeds"
@@ -62,7 +62,7 @@ class HuggingFaceCausal(DividedCausal):
         if labels is None:
             return CausalOutput(logits)
         loss = cross_entropy(logits, labels)
-        if self.has_router and output.aux_loss is not None:
+        if self.training and self.has_router and output.aux_loss is not None:
             loss = loss + self.balance * output.aux_loss.float()
         return CausalOutput(logits, loss)
 
