@@ -17,7 +17,7 @@ from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Sec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
-from thinwire.spec.models.recipe import ModelRecipe
+from thinwire.spec.models.recipe import ModelRecipe, model_table
 from thinwire.spec.plan import Plan, Wire
 from thinwire.spec.renames import PLAN_KEYS, hint, to_fields, to_file
 
@@ -322,29 +322,6 @@ def plan_table(value: Any) -> Any:
     if value.startswith("preset:"):
         return {"preset": value.removeprefix("preset:")}
     return {"file": value} if value.endswith(".toml") or "/" in value else {"preset": value}
-
-
-def model_table(source: str) -> dict[str, Any]:
-    """Expand ``--model`` into a recipe's ``model`` table.
-
-    Args:
-        source: A Hugging Face model's directory, with or without weights, or a ``config.json``.
-
-    Returns:
-        A table with ``path`` if the directory holds weights, otherwise with ``config``.
-
-    Raises:
-        SpecError: ``source`` has no configuration.
-    """
-    place = Path(source).expanduser()
-    if not (place / "config.json" if place.is_dir() else place).is_file():
-        raise SpecError(
-            "--model", f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"
-        )
-    # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
-    # them rather than starting at random.
-    weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
-    return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}
 
 
 class Recipe(Spec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -142,3 +143,26 @@ class ModelRecipe(Dimensions):
                     yield Problem(
                         name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'
                     )
+
+
+def model_table(source: str) -> dict[str, Any]:
+    """Expand ``--model`` into a recipe's ``model`` table.
+
+    Args:
+        source: A Hugging Face model's directory, with or without weights, or a ``config.json``.
+
+    Returns:
+        A table with ``path`` if the directory holds weights, otherwise with ``config``.
+
+    Raises:
+        SpecError: ``source`` has no configuration.
+    """
+    place = Path(source).expanduser()
+    if not (place / "config.json" if place.is_dir() else place).is_file():
+        raise SpecError(
+            "--model", f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"
+        )
+    # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
+    # them rather than starting at random.
+    weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
+    return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}
