@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,11 +134,12 @@ def test_ranks_of_torchrun_need_one_directory(recipe: Path, monkeypatch: pytest.
 def test_directories_of_runs_are_numbered(tmp_path: Path) -> None:
     assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a"
     assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a"
-    for name in ("a", "a-2"):
+    for started, name in enumerate(("a-b", "a-4", "a", "a-2"), start=1):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_text("")
+        (tmp_path / name / "starts.jsonl").write_text("")
+        os.utime(tmp_path / name / "starts.jsonl", (started, started))
+        assert default_directory(tmp_path, "a", resume=True) == tmp_path / (name if started > 1 else "a")
     assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a-3"
-    assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a-2"
 
 
 def said(error: str, sentence: str, *, expected: bool = True) -> RankExit:
@@ -189,6 +191,9 @@ def test_picture_and_table(tmp_path: Path) -> None:
     ):
         assert text in cells
     assert "sync" not in cells
+    lost = replace(run, summary={**(run.summary or {}), "final_val_loss": None, "final_train_loss": None})
+    cells = [str(cell) for column in summary_table(lost, directory).columns for cell in column.cells]
+    assert cells.count("no finite number") == 2
     assert loss_chart(read_run(write_run(tmp_path / "empty", []))) is None
 
 

@@ -11,6 +11,7 @@ from tests.support.paths import ROOT
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import Grid
 from thinwire.spec.factor import Factor
+from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.spec.template import PlanTemplate
@@ -103,6 +104,20 @@ def test_every_problem_at_once_with_suggestions(path: Path) -> None:
     assert len(caught.value.problems) == 5
 
 
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("data.paths=/a.txt", """= '/a.txt' should be a list, for example ["/a.txt"]"""),
+        ("train.trackers=2026-01-01", "should be a list"),
+        ("optimizer.betas=[0.9, 1.0]", "should be less than 1"),
+        ("optimizer.weight_decay=inf", "finite number"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(path: Path, setting: str, why: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(setting.partition("=")[0]) + ".*" + re.escape(why)):
+        Recipe.read(path, [setting])
+
+
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"absent\.toml"):
         Recipe.read(tmp_path / "absent.toml")
@@ -117,6 +132,7 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
         ({"layers": 1, "hidden": 8}, "heads"),
         ({"layers": 1, "hidden": 6, "heads": 2}, "odd head width 3"),
         ({"kind": "gpt", "layers": 1, "hidden": 8, "heads": 4, "kv_heads": 2}, "no grouped queries"),
+        ({"preset": "gpt-18b", "kv_heads": 2}, "no grouped queries"),
         ({"preset": "llama-9b"}, "llama-9b"),
     ],
 )
@@ -125,9 +141,45 @@ def test_impossible_models(model: dict[str, object], message: str) -> None:
         ModelRecipe(**model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.positions=learned",), 'kind = "gpt"'),
+        (("model.expert_ffn=9",), "no experts"),
+        (("model.preset=gpt-18b", "model.positions=learned", "model.rope_theta=9.0"), "rotate nothing"),
+        (("data.token_type=uint16",), 'source = "tokens"'),
+        (("data.source=text", 'data.paths=["a"]', "data.text_key=body"), "no keys"),
+        (("data.source=tokens", 'data.paths=["a"]', "data.max_bytes=9"), "no text"),
+    ],
+)
+def test_keys_without_effect_are_refused(path: Path, settings: tuple[str, ...], message: str) -> None:
+    key, _, _ = settings[-1].partition("=")
+    with pytest.raises(SpecError, match=rf"{re.escape(key)} = .* has no effect: .*{message}.*; leave it out"):
+        Recipe.read(path, settings)
+    assert Recipe.read(path, settings[:-1])
+
+
+def test_keys_without_effect_on_a_hugging_face_model_are_refused(path: Path) -> None:
+    text = '[model]\nkind = "huggingface"\nconfig = "config.json"\nnorm_eps = 1e-6\n[train]\nsteps = 5'
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=r"model\.norm_eps = 1e-06 has no effect: .* config\.json says"):
+        Recipe.read(path)
+    written = Recipe.load(path).to_toml()
+    path.write_text(written.replace("norm_eps = 1e-06", "norm_eps = 1e-05"), encoding="utf-8")
+    assert Recipe.read(path), "a run writes every key, with its default"
+
+
 def test_presets_of_models() -> None:
     shape = ModelRecipe(preset="gpt-neox-20b", layers=2).shape(vocab=4096, seq=128)
     assert (shape.kind, shape.layers, shape.hidden, shape.vocab, shape.seq) == ("gpt", 2, 6144, 4096, 128)
+
+
+@pytest.mark.parametrize("preset", ModelSpec.preset_names())
+def test_the_recipe_that_a_run_writes_is_of_the_same_model(preset: str) -> None:
+    recipe = Recipe.parse({"model": {"preset": preset}, "train": {"steps": 3}})
+    sizes, again = {"vocab": 300, "seq": 16}, Recipe.from_toml(recipe.to_toml()).model
+    assert again.shape(**sizes) == recipe.model.shape(**sizes) == ModelSpec.preset(preset, **sizes)
+    assert again.family == ModelSpec.preset(preset).kind
 
 
 @pytest.mark.parametrize(

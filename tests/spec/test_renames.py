@@ -155,5 +155,12 @@ def test_batch_and_recomputation_were_keys_of_train(tmp_path: Path, caplog: pyte
     assert "train.micro_batch is now plan.micro_batch, train.recompute is now plan.recompute" in caplog.text
     file.write_text(text.format(plan="micro_batch = 4\nrecompute = true", train=""))
     assert Recipe.read(file) == before
+    caplog.clear()
     assert Recipe.read(file, ["train.micro_batch=8"]) == Recipe.read(file, ["plan.micro_batch=8"])
+    assert "--set: train.micro_batch is now plan.micro_batch" in caplog.text
+    for settings in (["train.micro_batch=2", "plan.micro_batch=8"], ["plan.micro_batch=8", "train.micro_batch=2"]):
+        assert Recipe.read(file, settings).plan["micro_batch"] == 8
     assert Recipe.read(file, plan="preset:zero3").plan == {"preset": "zero3", "micro_batch": 4, "recompute": True}
+    zero3 = ["plan=zero3", "plan.recompute=false"]
+    assert Recipe.read(file, zero3).plan == {"preset": "zero3", "micro_batch": 4, "recompute": False}
+    assert Recipe.read(file, ["plan={preset='zero3', micro_batch=9}"]).plan == {"preset": "zero3", "micro_batch": 9}

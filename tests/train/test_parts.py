@@ -22,11 +22,12 @@ from tests.support.alone import Alone
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.checkpoint.store import write
 from thinwire.errors import CheckpointError, UsageError
+from thinwire.spec.models.huggingface import tagged
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints
 from thinwire.train.checkpoint import Position
-from thinwire.train.directory import RunDirectory
+from thinwire.train.directory import RunDirectory, write_json
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
 from thinwire.train.observing.progress import ProgressReport
@@ -135,6 +136,15 @@ def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixtur
     with ProgressReport(10, 0, "none") as progress:
         progress.step(record(1))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("log_every", [7, 37, 300])
+def test_progress_goes_on_whatever_steps_are_logged(log_every: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressReport(2000, 0, "stdout") as progress:
+        logged = range(log_every, 2001, log_every)
+        for step in logged:
+            progress.step(record(step))
+    assert min(20, len(logged)) <= len(capsys.readouterr().out.splitlines()) <= 27
 
 
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,10 +296,33 @@ def test_a_run_is_not_continued_as_another(tmp_path: Path) -> None:
     recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
     directory.open(recipe, Plan.preset("ddp", nodes=1, local=1), {})
     directory.check_same(recipe.with_(train={"steps": 9}))
-    with pytest.raises(UsageError, match=r"model\.heads was 2 and is to be 4; leave that as it was"):
+    directory.check_same(recipe.with_(model={"kind": "llama", "norm_eps": 1e-5}))
+    with pytest.raises(UsageError, match=r"model\.heads was 2 and is to be 4; .*; leave that as it was"):
         directory.check_same(recipe.with_(model={"heads": 4}))
     with pytest.raises(UsageError, match=r"train\.seed was \d+ and is to be 77"):
         directory.check_same(recipe.with_(train={"seed": 77}))
+    with pytest.raises(UsageError, match=r"train\.seq was 256 and is to be 9"):
+        directory.check_same(recipe.with_(train={"seq": 9}))
+    with pytest.raises(UsageError, match=r"model\.kind was 'llama' and is to be 'gpt'"):
+        directory.check_same(recipe.with_(model={"preset": "gpt-18b"}))
+    directory.open(mixture := recipe.with_(model={"experts": 4}), Plan.preset("ddp", nodes=1, local=1), {})
+    with pytest.raises(UsageError, match=r"model\.active_experts was 1 and is to be 2; leave"):
+        directory.check_same(mixture.with_(model={"active_experts": 2}))
+
+
+def test_a_run_of_a_hugging_face_model_keeps_its_configuration(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    config = {"model_type": "gpt2", "n_head": 2, "epsilon": float("inf")}
+    recipe = Recipe.parse({"model": {"kind": "huggingface", "config": config}, "train": {"steps": 1}})
+    directory.open(recipe, Plan.preset("ddp", nodes=1, local=1), {})
+    directory.check_same(recipe)
+    directory.model.mkdir()
+    write_json(directory.config, tagged(config))
+    directory.check_same(recipe)
+    directory.check_same(recipe.with_(model={"config": config | {"use_cache": False, "dtype": "bfloat16"}}))
+    directory.check_same(recipe.with_(model={"config": str(directory.config)}))
+    with pytest.raises(UsageError, match=r"model\.config\.n_head was 2 and is to be 4; leave"):
+        directory.check_same(recipe.with_(model={"config": config | {"n_head": 4}}))
 
 
 def test_one_process_at_a_time_trains_into_a_directory(tmp_path: Path) -> None:

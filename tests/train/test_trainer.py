@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from torch.nn import functional
 
 import thinwire as tw
+from thinwire.cli.terminal.summary import summary_table
 from thinwire.collectives import group
-from thinwire.errors import DataError, NonFiniteError
+from thinwire.errors import DataError, NonFiniteError, UsageError
+from thinwire.record import read_run
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -92,6 +95,21 @@ def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -
     assert trains(again, dataset) == summary
     longer = dataclasses.replace(again, recipe=run.recipe.with_(train={"steps": 3}))
     assert trains(longer, dataset)["steps"] == 3
+    with pytest.raises(UsageError, match=r"train\.steps = 2 is less than the 3 steps of .*; set it to at least 3"):
+        trains(again, dataset)
+
+
+def test_a_last_validation_of_nan_completes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def validated(trainer: Trainer) -> float:
+        trainer.position.val_loss = math.nan
+        return math.nan
+
+    run, dataset = prepared(tmp_path, "train.steps=1", "train.tensorboard=false")
+    monkeypatch.setattr(Trainer, "validate", validated)
+    assert trains(run, dataset)["final_val_loss"] is None
+    complete = read_run(tmp_path)
+    assert complete.summary is not None
+    assert summary_table(complete, run.directory)
 
 
 def test_fewer_samples_to_validate_on_than_wanted_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +231,31 @@ def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Pa
         other.load(Checkpoint(2, path))
     other.dataset = dataclasses.replace(other.dataset, former="x")  # as versions up to 0.2 named the tokens
     other.load(Checkpoint(2, path))
+
+
+def test_dropout_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
+    def losses(trainer: Trainer, steps: int) -> list[float]:
+        torch.manual_seed(len(made))  # whatever this process has drawn before
+        made.append(trainer)
+        mlp = trainer.model.chunks[0].get_submodule("layers.0.mlp")
+        mlp.register_forward_hook(lambda module, _, output: functional.dropout(output, 0.5, module.training))
+        return [trainer.step(wants_stop=False).record.loss for _ in range(steps)]  # type: ignore[union-attr]
+
+    made: list[Trainer] = []
+    settings = ("train.log_every=1", "optimizer.lr=1e-30", "train.validate_every=0", "model.ffn=512")
+    first = losses(make(tmp_path, *settings), 3)
+    assert losses(make(tmp_path, *settings), 3) == first
+    assert losses(make(tmp_path, *settings, "plan.recompute=true"), 3) == first
+    assert losses(make(tmp_path, *settings, "train.seed=1"), 3) != first
+    losses(halted := make(tmp_path, *settings), 2)
+    path = halted.save()
+    (resumed := make(tmp_path, *settings)).load(Checkpoint(step=2, path=path))
+    assert losses(resumed, 1) == first[2:]
+    resumed.position.step, drawn = 0, []
+    for resumed.watch.sampler in range(2):
+        resumed._seed_dropout()
+        drawn.append(float(torch.rand(())))
+    assert drawn[0] != drawn[1], "ranks with data of their own draw masks of their own"
 
 
 def test_validations_checkpoints_and_exports_use_the_average(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _model(run: RunRecord, numbers: Mapping[str, Any]) -> str:
     model = run.recipe.model
     sizes = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "ffn": model.ffn}
-    words = [model.preset or model.kind, *(f"{name} {size}" for name, size in sizes.items() if size is not None)]
+    words = [model.preset or model.family, *(f"{name} {size}" for name, size in sizes.items() if size is not None)]
     if model.path is not None:
         words.append(model.path)
     if numbers["parameters"]:

@@ -17,7 +17,7 @@ from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Sec
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES
-from thinwire.spec.models.recipe import ModelRecipe
+from thinwire.spec.models.recipe import ModelRecipe, model_table
 from thinwire.spec.plan import Plan, Wire
 from thinwire.spec.renames import PLAN_KEYS, hint, to_fields, to_file
 
@@ -25,6 +25,8 @@ __all__ = [
     "BATCH", "MOST_TRACED", "AverageRecipe", "CheckpointRecipe", "ClusterRecipe", "DataRecipe", "LossScaleRecipe",
     "ModelRecipe", "OptimizerRecipe", "Recipe", "TrainRecipe", "model_table", "plan_table",
 ]  # fmt: skip
+
+_BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
@@ -97,6 +99,15 @@ class DataRecipe(Spec):
         default=None, description="directory for tokenized text; default: $THINWIRE_CACHE or ~/.cache/thinwire"
     )
 
+    def idle(self) -> dict[str, str]:
+        """Keys that change nothing with this source, and why."""
+        if self.source == "tokens":
+            return dict.fromkeys(("tokenizer", "text_key", "max_bytes"), 'source = "tokens" reads no text')
+        idle = {"token_type": 'it is for source = "tokens"'}
+        if self.source in ("stdlib", "text"):
+            idle["text_key"] = f'source = "{self.source}" has no keys'
+        return idle
+
     @rule("source", "paths")
     def _source_has_paths(self) -> Iterator[Problem]:
         if self.source != "stdlib" and not self.paths:
@@ -125,7 +136,11 @@ class TrainRecipe(Spec):
         description="sequences per step over all ranks, so that results do not depend on the number of ranks; sets the "
         "plan's micro_batches, and its micro_batch becomes an upper bound; default: the plan's batch",
     )
-    seed: Depth = Field(default=0, description="seed of the initial weights and of the sample order")
+    seed: Depth = Field(
+        default=0,
+        description="seed of the initial weights, of the sample order, and of a model's dropout, which also depends on "
+        "the division over ranks",
+    )
     validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
     validation_samples: Count = Field(default=64, description="sequences per validation; always the same ones")
     log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
@@ -173,9 +188,13 @@ class OptimizerRecipe(Spec):
     lr: Positive = Field(default=3e-4, description="peak learning rate")
     warmup: Depth = Field(default=0, description="steps of linear warm-up")
     final_lr_share: Share = Field(default=0.1, description="learning rate of the last step, as a fraction of the peak")
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay rates of the moments")
+    betas: tuple[_BelowOne, _BelowOne] = Field(
+        default=(0.9, 0.95), description="decay rates of the moments, each below 1"
+    )
     eps: Positive = Field(default=1e-8, description="constant added to the square root of the second moment")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled weight decay of matrices")
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.1, description="decoupled weight decay of matrices"
+    )
     clip: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="largest gradient norm; larger gradients are scaled down; 0: no clipping"
     )
@@ -185,7 +204,7 @@ class AverageRecipe(Spec):
     """An exponential average of the weights, updated after each step. Validations and ``thinwire export`` use it, and
     checkpoints hold it. It takes 4 bytes for each parameter that a rank updates."""
 
-    decay: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+    decay: _BelowOne | None = Field(
         default=None, description="what a step keeps of the average, below 1, for example 0.999; default: no average"
     )
 
@@ -305,29 +324,6 @@ def plan_table(value: Any) -> Any:
     return {"file": value} if value.endswith(".toml") or "/" in value else {"preset": value}
 
 
-def model_table(source: str) -> dict[str, Any]:
-    """Expand ``--model`` into a recipe's ``model`` table.
-
-    Args:
-        source: A Hugging Face model's directory, with or without weights, or a ``config.json``.
-
-    Returns:
-        A table with ``path`` if the directory holds weights, otherwise with ``config``.
-
-    Raises:
-        SpecError: ``source`` has no configuration.
-    """
-    place = Path(source).expanduser()
-    if not (place / "config.json" if place.is_dir() else place).is_file():
-        raise SpecError(
-            "--model", f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"
-        )
-    # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
-    # them rather than starting at random.
-    weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
-    return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}
-
-
 class Recipe(Spec):
     """A training run: its plan, model, data, optimizer, checkpoints and ranks."""
 
@@ -361,7 +357,8 @@ class Recipe(Spec):
             The recipe, with absolute paths.
 
         Raises:
-            SpecError: The recipe is invalid; the error lists every problem.
+            SpecError: The recipe is invalid, or a key of its model or data has no effect; the error lists every
+                problem.
         """
         table = read_toml_file(path)
         named = table.get("plan")
@@ -370,13 +367,21 @@ class Recipe(Spec):
             old |= {f"plan.{key}": f"plan.{new}" for key, new in Plan.old_spellings(named).items()}
         hint(str(path), old)
         table = _absolute(cls.prepare(table), Path(path).resolve().parent)
-        if plan is not None:
-            table["plan"] = _instead(table.get("plan"), plan)
+        whole = [setting for setting in settings if setting.partition("=")[0].strip() == "plan"]
+        named = apply_settings({}, whole).get("plan", plan)
+        if isinstance(named, str):  # --set plan=NAME is --plan NAME
+            settings = [setting for setting in settings if setting not in whole]
+            table["plan"] = _instead(table.get("plan"), named)
         if model is not None:
             table["model"] = model_table(model)
         # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
-        return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+        table = apply_settings(table, _present(settings))
+        recipe = cls.parse(_with_tokenizer(_absolute(table, Path.cwd())), str(path))
+        # Not a rule of the type: the recipes that older runs have written can be read still.
+        if problems := [*_idle("model", recipe.model), *_idle("data", recipe.data)]:
+            raise SpecError(str(path), problems)
+        return recipe
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -413,9 +418,27 @@ class Recipe(Spec):
             )
 
 
+def _idle(section: str, of: ModelRecipe | DataRecipe) -> list[str]:
+    """What is wrong with a section whose keys have no effect, one sentence for each key that is set."""
+    return [
+        f"{section}.{key} = {value!r} has no effect: {why}; leave it out"
+        for key, why in of.idle().items()
+        if (value := getattr(of, key)) != type(of).model_fields[key].default
+    ]
+
+
 def _former_batch(table: Mapping[str, Any]) -> dict[str, Any]:
     train = table.get("train")
     return {key: train[key] for key in BATCH if key in train} if isinstance(train, Mapping) else {}
+
+
+def _present(settings: Sequence[str]) -> list[str]:
+    """Settings with present keys. Former ones come first: where both are given, the present one counts."""
+    former = {f"train.{key}": f"plan.{key}" for key in BATCH}
+    keys = [setting.partition("=")[0].strip() for setting in settings]
+    hint("--set", {key: former[key] for key in keys if key in former})
+    renamed = [one.replace(key, former[key], 1) for key, one in zip(keys, settings, strict=True) if key in former]
+    return renamed + [one for key, one in zip(keys, settings, strict=True) if key not in former]
 
 
 def _instead(old: Any, plan: str) -> dict[str, Any]:

@@ -16,15 +16,15 @@ from typing import Any, Final
 from thinwire.checkpoint.durable import make_directory, replace_file
 from thinwire.errors import UsageError
 from thinwire.spec.expectation import Expectation
+from thinwire.spec.models.huggingface import computed_with
 from thinwire.spec.plan import Plan
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
 
-_UNSEEN: Final = (
-    "kind", "heads", "kv_heads", "norm_eps", "rope_theta", "positions", "rotary_share", "parallel_residual",
-    "tied_embedding",
-)  # fmt: skip
-"""Keys of a model that change its computation, but not always the shapes of its parameters."""
+_SHAPE: Final = ("heads", "kv_heads", "active_experts", "tied_embedding")
+_DETAILS: Final = ("norm_eps", "rope_theta", "positions", "rotary_share", "parallel_residual")
+"""Keys of a model that change its computation, but not always the shapes of its parameters: those that a preset may
+set, and the others."""
 
 
 _LEAST_FREE: Final = 1 << 20
@@ -92,6 +92,9 @@ class RunDirectory:
     model = _Within("model")
     """The configuration of a Hugging Face model, and the files that belong to the tokenizer."""
 
+    config = _Within("model/config.json")
+    """The configuration of a Hugging Face model."""
+
     checkpoints = _Within("checkpoints")
     """Checkpoints, one directory each."""
 
@@ -152,11 +155,14 @@ class RunDirectory:
         Raises:
             UsageError: The recipe changes the model's computation or the order of the samples.
         """
-        before = Recipe.load(self.recipe)
-        pairs = [("train.seed", before.train.seed, recipe.train.seed)]
-        if before.model.preset == recipe.model.preset:
-            pairs += [(f"model.{key}", getattr(before.model, key), getattr(recipe.model, key)) for key in _UNSEEN]
-        changed = [f"{key} was {old!r} and is to be {new!r}" for key, old, new in pairs if old != new]
+        config = recipe.model.path if recipe.model.config is None else recipe.model.config
+        kept = self.config if self.config.is_file() else config  # a run that never began has kept none
+        before, now = _compared(Recipe.load(self.recipe), kept), _compared(recipe, config)
+        changed = [
+            f"{key} was {before.get(key)!r} and is to be {now.get(key)!r}"
+            for key in before | now
+            if before.get(key) != now.get(key)
+        ]
         if changed:
             raise UsageError(
                 f"{self.path} cannot be continued as another run: {'; '.join(changed)}; leave that as it was, or start "
@@ -254,6 +260,18 @@ class RunDirectory:
             file.write(json.dumps({"step": step, "time": time.time(), "command": command, **about}) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _compared(recipe: Recipe, config: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What continuing a run must not change, by key; ``config`` is that of a Hugging Face model."""
+    model, train = recipe.model, recipe.train
+    compared = {"train.seed": train.seed, "train.seq": train.seq, "model.kind": model.family}
+    if model.family == "huggingface":
+        used = {} if config is None else computed_with(config)
+        return compared | {f"model.config.{key}": value for key, value in used.items()}
+    shape, idle = model.shape(vocab=1, seq=1), model.idle()
+    compared |= {f"model.{key}": getattr(shape, key) for key in _SHAPE}
+    return compared | {f"model.{key}": getattr(model, key) for key in _DETAILS if key not in idle}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

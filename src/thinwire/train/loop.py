@@ -15,7 +15,7 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.collectives.group import control
-from thinwire.errors import CheckpointError, CollectiveError
+from thinwire.errors import CheckpointError, CollectiveError, UsageError
 from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.data.packing import Dataset
@@ -26,7 +26,7 @@ from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.models.divided import PREFIX
-from thinwire.train.observing.metrics import MetricsLog
+from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.observing.trackers import open_trackers
@@ -91,8 +91,13 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
 
 def resume(trainer: Trainer) -> list[str]:
     """Load the newest checkpoint, if there is one, into a trainer at step 0. All ranks call it. Returns lines that tell
-    the user where the run continues."""
-    directory = trainer.run.directory.checkpoints
+    the user where the run continues.
+
+    Raises:
+        UsageError: On every rank, if the run has made more steps than the recipe asks for.
+        CheckpointError: On every rank, if the checkpoint cannot be loaded.
+    """
+    directory, steps = trainer.run.directory.checkpoints, trainer.run.recipe.train.steps
     ranks = trainer.ranks
 
     def find() -> Checkpoint | None:
@@ -102,6 +107,11 @@ def resume(trainer: Trainer) -> list[str]:
     checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]), _CHECKPOINT)[0]
     if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
+    if checkpoint.step > steps:
+        raise UsageError(
+            f"train.steps = {steps} is less than the {checkpoint.step} steps of {checkpoint.path}; set it to at least "
+            f"{checkpoint.step}, or start a new run with another --out"
+        )
     try:
         note = trainer.load(checkpoint)
     except CheckpointError as error:
@@ -229,8 +239,8 @@ def _summary(trainer: Trainer) -> dict[str, object]:
     position, total, scale = trainer.position, trainer.total, trainer.optimizer.loss_scale
     tokens = total.steps * trainer.samples_per_step * trainer.train.seq
     return {
-        "final_train_loss": position.loss,
-        "final_val_loss": position.val_loss,
+        "final_train_loss": finite(position.loss),
+        "final_val_loss": finite(position.val_loss),
         "unigram_entropy": trainer.dataset.unigram_entropy,
         "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.late import read_later
+from thinwire.sharding.optimizer.probes import seed_generators
 from thinwire.sharding.runtime.averaging import Average
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
@@ -260,6 +262,7 @@ class Trainer:
         scale = self.optimizer.loss_scale
         taken = self.position.samples
         batches = self._ahead.take(taken, taken + self.samples_per_step)
+        self._seed_dropout()
         with self.updates.at_floor():
             loss = self.model.step(batches)
         if self.checks.due(self.position.step + 1):
@@ -277,6 +280,13 @@ class Trainer:
         self.position.step += 1
         self.position.samples += self.samples_per_step
         self.watch.follow()
+
+    def _seed_dropout(self) -> None:
+        """Seed what a model draws in a step by its place alone, so that a run that continues draws the same. The
+        tensor-parallel ranks of a stage draw the same, as they hold the same activations."""
+        place = self.run.recipe.train.seed, self.position.step, self.watch.sampler, self.model.grid.stage
+        digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+        seed_generators(self.device, int.from_bytes(digest, "little"))
 
     def _batches(self, position: int) -> list[Batch]:
         plan = self.run.plan

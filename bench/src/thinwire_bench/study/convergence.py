@@ -228,7 +228,7 @@ class Queue:
             raise BenchError(f"{run.name} failed: {said}; see {self._file(run, 'log')}; the same command goes on")
         outcome = Outcome(run.arm, run.seed, None, None, None, dict(record.versions))
         if (summary := record.summary) is not None:
-            loss, speed = float(summary["final_val_loss"]), summary["tokens_per_second"]
+            loss, speed = summary["final_val_loss"], summary["tokens_per_second"]
             outcome = replace(outcome, loss=loss, dataset=summary["dataset"], tokens_per_second=speed)
         write_json(self._file(run, "json"), asdict(outcome))
         shutil.rmtree(directory.checkpoints)

@@ -24,10 +24,10 @@ def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
     table.add_column()
     assert run.summary is not None, "it is complete"
     summary, numbers = run.summary, figures(run)
-    table.add_row("validation loss", f"{summary['final_val_loss']:.3f} nats per token")
+    table.add_row("validation loss", _loss(summary.get("final_val_loss"), "nats per token"))
     entropy = f"{summary['unigram_entropy']:.3f} nats per token"
     table.add_row("unigram entropy", f"{entropy}, for comparison: token frequencies alone")
-    table.add_row("training loss", f"{summary['final_train_loss']:.3f} after {summary['steps']} steps")
+    table.add_row("training loss", _loss(summary.get("final_train_loss"), f"after {summary['steps']} steps"))
     if numbers["tokens_per_second"]:
         table.add_row("speed", f"{numbers['tokens_per_second']:,.0f} tokens/s")
     if run.records:
@@ -53,6 +53,11 @@ def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
 def shown(path: Path) -> str:
     """The shortest form of an absolute path: relative to the working directory if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _loss(value: float | None, what: str) -> str:
+    """A loss; the last one that a summary knows may not have been finite."""
+    return "no finite number" if value is None else f"{value:.3f} {what}"
 
 
 def _seconds(by_kind: Mapping[str, float]) -> str:

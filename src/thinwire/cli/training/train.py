@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -227,13 +229,27 @@ def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
 
 def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
     """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on; to resume, the newest
-    that exists."""
-    number = 1
-    newest = path = parent / stem
+    that was started last, as runs may be deleted and older ones resumed."""
+    if resume:
+        known = [one for one in parent.glob(f"{glob.escape(stem)}*") if _is_numbered(one.name, stem)]
+        return max(known, key=_last_start, default=parent / stem)
+    number, path = 1, parent / stem
     while path.exists() and any(path.iterdir()):
-        newest, number = path, number + 1
+        number += 1
         path = parent / f"{stem}-{number}"
-    return newest if resume else path
+    return path
+
+
+def _is_numbered(name: str, stem: str) -> bool:
+    return re.fullmatch(rf"{re.escape(stem)}(-\d+)?", name) is not None
+
+
+def _last_start(path: Path) -> float:
+    """When a run was started last, or described if it has not begun; 0 for what is no run."""
+    from thinwire.train.directory import RunDirectory
+
+    directory = RunDirectory(path)
+    return next((file.stat().st_mtime for file in (directory.starts, directory.recipe) if file.is_file()), 0.0)
 
 
 def _launch(run: ResolvedRun, kept: dict[str, Any], console: Console) -> None:

@@ -109,7 +109,7 @@ def refuse_unlike_ranks(
         with _seeded(device):
             start, grads = _drawn(2, 8, 6, device=device), _drawn(2, 2, 8, 6, device=device)
             pair = [nn.Parameter(part.clone()) for part in start]
-            _seed(device, seed)
+            seed_generators(device, seed)
             try:
                 _tried(optimizer_class, options, group, pair, [[one, two * other] for one, two in grads])
             except _REFUSALS:
@@ -265,13 +265,13 @@ def _drawn(*shape: int, device: torch.device) -> torch.Tensor:
 def _seeded(device: torch.device) -> Iterator[None]:
     """Context with random numbers of its own, the same in every trial."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        _seed(device, 0)
+        seed_generators(device, 0)
         yield
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the generators that a trial draws from; ``torch.manual_seed`` would seed every device of the machine, and
-    take longer than a trial where there is none."""
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed torch's generators of the CPU and of a device; ``torch.manual_seed`` would seed every device of the machine,
+    and take longer than a trial where there is none."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from thinwire.errors import SpecError
 
@@ -39,6 +40,36 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 """``model_type`` of the mixtures of experts whose shape is known."""
+
+FLOAT: Final = "__float__"
+"""Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
+
+_UNUSED: Final = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+"""Keys of a configuration with which training computes nothing."""
+
+
+def tagged(value: Any) -> Any:
+    """A configuration without infinities and NaN, which JSON lacks: ``transformers`` writes objects of one key."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: tagged(item) for key, item in value.items()}
+    return [tagged(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def computed_with(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """What a model computes with, by key of its configuration.
+
+    Raises:
+        SpecError: The file cannot be read.
+    """
+    if not isinstance(source, Mapping):
+        file = Path(source).expanduser()
+        source = _read(file / "config.json" if file.is_dir() else file)
+    return {key: value for key, value in tagged(source).items() if key not in _UNUSED}
 
 
 def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

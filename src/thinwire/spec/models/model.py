@@ -32,7 +32,9 @@ class Latent(Spec):
 class Dimensions(Spec):
     """The dimensions that a model file must state, and that a recipe may state over a preset's."""
 
-    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="model family")
+    kind: Literal["llama", "gpt", "huggingface"] | None = Field(
+        default=None, description="model family; default: that of the preset, or llama"
+    )
     layers: Modules | None = Field(default=None, description="transformer blocks")
     hidden: Count | None = Field(default=None, description="width of the residual stream")
     heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
@@ -42,7 +44,9 @@ class Dimensions(Spec):
     active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
     expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
     vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
-    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
+    tied_embedding: Flag | None = Field(
+        default=None, description="whether embedding and head share one weight; default: as in the preset, or false"
+    )
 
 
 class ModelSpec(Dimensions):
@@ -74,6 +78,7 @@ class ModelSpec(Dimensions):
         default=False, description="whether a llama's attention, routers and experts have biases, as in gpt-oss"
     )
     vocab: Count = Field(description="tokens in the vocabulary (V)")
+    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
     seq: Count = Field(default=4096, description="tokens per sequence (s)")
 
     @classmethod

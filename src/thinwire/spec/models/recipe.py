@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,9 @@ _DIMENSIONS = (
     "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
 )  # fmt: skip
 """Keys of a model's shape."""
+
+_OF_GPT = ("positions", "rotary_share", "parallel_residual")
+"""Keys that only models of kind gpt have."""
 
 
 class ModelRecipe(Dimensions):
@@ -48,6 +52,26 @@ class ModelRecipe(Dimensions):
         """Whether training starts from weights in files rather than random values."""
         return self.path is not None and self.weights != "random"
 
+    @property
+    def family(self) -> str:
+        """``kind``, or that of the preset, or ``llama``."""
+        preset = self.preset if self.preset in ModelSpec.preset_names() else None
+        return self.kind or ("llama" if preset is None else ModelSpec.preset(preset).kind)
+
+    def idle(self) -> dict[str, str]:
+        """Keys that change nothing in this model, and why."""
+        if self.family == "huggingface":
+            own = ("vocab", "tied_embedding", "max_seq", "norm_eps", "rope_theta", *_OF_GPT)
+            return dict.fromkeys(own, 'a model of kind = "huggingface" is what its config.json says')
+        idle = {}
+        if self.family == "llama":
+            idle = dict.fromkeys(_OF_GPT, 'it is for kind = "gpt", and this is kind = "llama"')
+        elif self.positions == "learned":
+            idle = dict.fromkeys(("rope_theta", "rotary_share"), 'positions = "learned" rotate nothing')
+        if self.shape(vocab=1, seq=1).experts is None:
+            idle["expert_ffn"] = "there are no experts"
+        return idle
+
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
         """Resolve the model's dimensions.
 
@@ -65,15 +89,12 @@ class ModelRecipe(Dimensions):
         if self.kind == "huggingface":
             source = self.path if self.config is None else self.config
             assert source is not None, "a rule of this type"
-            return ModelSpec.parse({**huggingface_shape(source), "seq": self.max_seq or seq}, "model")
+            return ModelSpec.parse({**huggingface_shape(source), "seq": seq}, "model")
         own = {name: getattr(self, name) for name in Dimensions.model_fields}
         own |= {"vocab": self.vocab or vocab, "seq": self.max_seq or seq}
         given = {key: value for key, value in own.items() if value is not None}
         if self.preset is None:
             return ModelSpec.parse(given, "model")
-        # A preset's name implies its kind; llama is only this recipe's default.
-        if "kind" not in self.model_fields_set:
-            del given["kind"]
         return ModelSpec.preset(self.preset, **given)
 
     @rule(*_DIMENSIONS, "kind", "tied_embedding")
@@ -94,13 +115,13 @@ class ModelRecipe(Dimensions):
             yield Problem(
                 "heads", f"= {shape.heads} gives an odd head width {shape.head_dim}; rotary needs an even one"
             )
-        if self.kind == "gpt" and shape.kv_heads != shape.heads:
+        if shape.kind == "gpt" and shape.kv_heads != shape.heads:
             yield Problem("kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries")
 
     @rule("kind", "path", "weights")
     def _weights_are_somewhere(self) -> Iterator[Problem]:
         if self.weights is not None and self.kind != "huggingface":
-            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.kind}"')
+            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.family}"')
         elif self.weights == "file" and self.path is None:
             yield Problem("weights", '= "file" needs path, the directory that holds the files')
 
@@ -112,7 +133,7 @@ class ModelRecipe(Dimensions):
                 "kind", f'= "huggingface" needs either path or config; given: {" and ".join(given) or "none"}'
             )
         if self.kind != "huggingface" and given:
-            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
+            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.family}"')
 
     @rule(*_DIMENSIONS, "kind")
     def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
@@ -122,3 +143,26 @@ class ModelRecipe(Dimensions):
                     yield Problem(
                         name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'
                     )
+
+
+def model_table(source: str) -> dict[str, Any]:
+    """Expand ``--model`` into a recipe's ``model`` table.
+
+    Args:
+        source: A Hugging Face model's directory, with or without weights, or a ``config.json``.
+
+    Returns:
+        A table with ``path`` if the directory holds weights, otherwise with ``config``.
+
+    Raises:
+        SpecError: ``source`` has no configuration.
+    """
+    place = Path(source).expanduser()
+    if not (place / "config.json" if place.is_dir() else place).is_file():
+        raise SpecError(
+            "--model", f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"
+        )
+    # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
+    # them rather than starting at random.
+    weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
+    return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}

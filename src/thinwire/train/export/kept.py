@@ -33,7 +33,7 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
         directory.model.mkdir(exist_ok=True)
     home = None
     if config is not None:
-        write_json(directory.model / "config.json", config)
+        write_json(directory.config, config)
         source = model.path if model.config is None else model.config
         home = Path(source).expanduser() if isinstance(source, str) else None
         home = home.parent if home is not None and home.is_file() else home
@@ -56,7 +56,7 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
     Raises:
         DataError: The run has no configuration.
     """
-    file = directory.model / "config.json"
+    file = directory.config
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from thinwire.errors import DataError, UsageError
 from thinwire.extras import missing_sentence
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
+from thinwire.spec.models.huggingface import FLOAT, tagged
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.divided import PREFIX, DividedCausal
@@ -24,9 +24,6 @@ from thinwire.train.models.loaded import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""
-
-_FLOAT: Final = "__float__"
-"""Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
 
 
 class HuggingFaceCausal(DividedCausal):
@@ -52,9 +49,9 @@ class HuggingFaceCausal(DividedCausal):
         """Predict the next tokens.
 
         Inputs are int64 ``(B, T)``, in later stages of a pipeline hidden states ``(B, T, D)``; labels are int64
-        ``(B, T)``, the token that follows each input. Returns logits, and with labels the loss, including a
-        mixture-of-experts' balance loss where the configuration sets ``output_router_logits``; in earlier stages of a
-        pipeline hidden states.
+        ``(B, T)``, the token that follows each input. Returns logits, and with labels the loss, in training including
+        a mixture-of-experts' balance loss where the configuration sets ``output_router_logits``; in earlier stages of
+        a pipeline hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
         name = "input_ids" if self.first else "inputs_embeds"
@@ -65,7 +62,7 @@ class HuggingFaceCausal(DividedCausal):
         if labels is None:
             return CausalOutput(logits)
         loss = cross_entropy(logits, labels)
-        if self.has_router and output.aux_loss is not None:
+        if self.training and self.has_router and output.aux_loss is not None:
             loss = loss + self.balance * output.aux_loss.float()
         return CausalOutput(logits, loss)
 
@@ -113,26 +110,17 @@ def read_config(recipe: ModelRecipe) -> dict[str, Any]:
         DataError: there is none.
     """
     if recipe.path is not None:
-        return _tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
+        return tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
     assert recipe.config is not None, "the recipe's own rule demands path or config"
     table = _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
-    return _tagged(table)  # type: ignore[no-any-return]
-
-
-def _tagged(value: Any) -> Any:
-    """A configuration without infinities and NaN, which JSON lacks: ``transformers`` writes objects of one key."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    if isinstance(value, Mapping):
-        return {key: _tagged(item) for key, item in value.items()}
-    return [_tagged(item) for item in value] if isinstance(value, list | tuple) else value
+    return tagged(table)  # type: ignore[no-any-return]
 
 
 def _untagged(value: Any) -> Any:
     """A configuration with its infinities and NaN."""
     if isinstance(value, Mapping):
-        if set(value) == {_FLOAT}:
-            return float(value[_FLOAT])
+        if set(value) == {FLOAT}:
+            return float(value[FLOAT])
         return {key: _untagged(item) for key, item in value.items()}
     return [_untagged(item) for item in value] if isinstance(value, list | tuple) else value
 

@@ -24,6 +24,7 @@ class ProgressReport:
     def __init__(self, steps: int, start: int, stream: Stream) -> None:
         self._steps = steps
         self._every = max(1, (steps - start) // _NUM_LINES)
+        self._due = start + 1  # not every step is logged: the next one at or after it is shown
         self._silent = stream == "none"
         self._console = Console(file=sys.stderr if stream == "stderr" else sys.stdout, highlight=False, markup=False)
         self._bar: Progress | None = None
@@ -66,7 +67,8 @@ class ProgressReport:
         status = self._status(record)
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, status=status)
-        elif record.step % self._every == 0 or record.step in (self._start + 1, self._steps):
+        elif record.step >= self._due or record.step == self._steps:
+            self._due = (record.step // self._every + 1) * self._every
             self.note(f"step {record.step}/{self._steps}  {status}")
 
     def _status(self, record: StepRecord) -> str:
