@@ -125,6 +125,21 @@ def test_other_groups_codecs_and_models_are_scaled_and_marked_as_extrapolated() 
     assert ProfiledRates(profile(), larger, "bfloat16").forward(block, plan, 32) > 3 * 2e-3
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("change", [{"ffn": 512}, {"heads": 8}, {"kv_heads": 2}, {"seq": 512}, {"micro_batch": 8}])
+def test_of_rows_of_one_width_the_nearest_counts_in_any_order(change: dict[str, int], newest_first: bool) -> None:
+    measured = profile().compute
+    slow = [row.with_(**change, forward=7.0, flops=8 * row.flops) for row in measured]
+    known = rates(compute=[*slow, *measured] if newest_first else [*measured, *slow])
+    block = next(part for part in parts(MODEL, "block") if part.kind == "block")
+    plan, seq = Plan.preset("zero3", nodes=2, local=2), change.get("seq", 32)
+    assert known.forward(block, plan, 32) == pytest.approx(2e-3)
+    like = MODEL.with_(**{key: value for key, value in change.items() if key in ("ffn", "heads", "kv_heads")})
+    near = plan.with_(micro_batch=change.get("micro_batch", 1))
+    scale = block.forward_flops(near.micro_batch * seq, seq) / slow[0].flops
+    assert ProfiledRates(known.profile, like, "bfloat16").forward(block, near, seq) == pytest.approx(7.0 * scale)
+
+
 def test_missing_measurements_are_named() -> None:
     with pytest.raises(SpecError, match="no collective across nodes"):
         rates(collectives=[]).hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 1, encoded=False)
