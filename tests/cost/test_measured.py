@@ -140,6 +140,13 @@ def test_of_rows_of_one_width_the_nearest_counts_in_any_order(change: dict[str, 
     assert ProfiledRates(known.profile, like, "bfloat16").forward(block, near, seq) == pytest.approx(7.0 * scale)
 
 
+def test_another_dtype_was_not_measured_here() -> None:
+    block = next(part for part in parts(MODEL, "block") if part.kind == "block")
+    for dtype, basis in (("bfloat16", "measured here"), ("float32", "extrapolated"), ("float16", "extrapolated")):
+        plan = Plan.preset("ddp", nodes=2, local=2, compute_dtype=dtype)
+        assert ProfiledRates(profile(), MODEL, plan.compute_dtype).computing_basis(block, plan, 32) == basis
+
+
 def test_missing_measurements_are_named() -> None:
     with pytest.raises(SpecError, match="no collective across nodes"):
         rates(collectives=[]).hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 1, encoded=False)

@@ -198,12 +198,13 @@ class ProfiledRates(Rates):
         return seconds * flops / row.flops
 
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
-        """Measured here, unless the part is scaled from one of another shape."""
+        """Measured here, unless the part is taken from one of another shape or dtype."""
         if part.kind in ("embedding", "rest"):
             return "measured here"
         row = self._row(part, plan, seq)
         flops = part.forward_flops(plan.micro_batch * seq, seq)
-        return "measured here" if math.isclose(flops, row.flops, rel_tol=0.02) else "extrapolated"
+        same = row.dtype == plan.compute_dtype and math.isclose(flops, row.flops, rel_tol=0.02)
+        return "measured here" if same else "extrapolated"
 
     def update(self, numel: int) -> float:
         """Proportional to the number of elements."""
