@@ -216,6 +216,18 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
         compare(tmp_path, profile())
 
 
+def test_a_run_is_compared_only_with_a_profile_of_its_cluster(tmp_path: Path) -> None:
+    plan = Plan.preset("zero1-node", nodes=2, local=2)
+    write_run(tmp_path / "run", plan, 0.2)
+    for made in (compare, refit):
+        with pytest.raises(SpecError, match="gpus_per_node = 1, but the run's mesh has nodes = 2 and local = 2;"):
+            made(tmp_path / "run", profile(nodes=4, gpus_per_node=1))
+    write_run(tmp_path / "cut", Plan.preset("zero1-node", nodes=2, local=1, tp=2), 0.2)
+    assert compare(tmp_path / "cut", profile()).steps == 6
+    with pytest.raises(SpecError, match="nodes = 2 and local = 1 with tp = 2 and pp = 1; use a profile"):
+        compare(tmp_path / "cut", profile(gpus_per_node=4))
+
+
 def test_a_record_of_several_steps_is_shared_out(tmp_path: Path) -> None:
     plan = Plan.preset("zero1-node", nodes=2, local=2)
     write_run(tmp_path / "every", plan, 0.2)
