@@ -26,7 +26,9 @@ from thinwire.plan import (
     refit,
     search,
 )
+from thinwire.plan.after.compare import job_of
 from thinwire.program import Kind, Scope
+from thinwire.record import read_run
 from thinwire.sim import Resource
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.profile import Profile
@@ -214,6 +216,13 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
     assert abs(after) < abs(before)
     with pytest.raises(UsageError, match="name one of the runs in it: run"):
         compare(tmp_path, profile())
+
+
+def test_a_run_that_does_not_clip_exchanges_the_norm_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
+    (run / "recipe.toml").write_text((run / "recipe.toml").read_text() + "[optimizer]\nclip = 0\n")
+    assert job_of(read_run(run), profile()).clip
 
 
 def test_a_run_is_compared_only_with_a_profile_of_its_cluster(tmp_path: Path) -> None:

@@ -137,8 +137,8 @@ def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
     recorded = run.starts[-1].get("base_memory") if run.starts else None  # in use on a rank before it had a model
     overhead = (recorded if isinstance(recorded, int) else None) or profile.base_memory
-    clip = run.recipe.optimizer.clip > 0
-    return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, clip=clip, overhead=overhead)
+    # A run of thinwire train takes the norm of every gradient, whatever its optimizer.clip.
+    return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, clip=True, overhead=overhead)
 
 
 def _refuse_others(plan: Plan, profile: Profile) -> None:
