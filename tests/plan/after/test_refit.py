@@ -85,6 +85,20 @@ def test_what_was_falsified_is_put_right_and_other_plans_gain(wrong: str, tmp_pa
         assert figures[name].predicted == pytest.approx(figures[name].measured, rel=0.1), name
 
 
+def test_the_exchanges_that_end_a_step_are_compared_as_waiting_alone(tmp_path: Path) -> None:
+    """The computing thread makes them itself, and no lane times them."""
+    run = record_run(tmp_path / "run", plan_of("zero1"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    untimed = [
+        {**line, "transfer": {**line["transfer"], "control": 0.0}, "exposed": {**line["exposed"], "control": 0.05}}
+        for line in lines
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in untimed), encoding="utf-8")
+    figures = {quantity.name: quantity.measured for quantity in compare(run, TRUTH).quantities}
+    assert figures["waiting for control"] == 0.05
+    assert not {"transfers of control", "codecs of control"} & figures.keys()
+
+
 def test_what_a_run_did_not_use_stays_as_it_was(tmp_path: Path) -> None:
     plan = plan_of("zero1").uncompressed()
     fitted = refit(record_run(tmp_path / "run", plan), falsified({"inside": 1.0, "across": 3.0}, 4.0, 1.0))

@@ -15,6 +15,7 @@ from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRAN
 from thinwire.plan.priced import price_plan
 from thinwire.plan.rules import Cut, divided
 from thinwire.plan.training_job import TrainingJob, refuse_context
+from thinwire.program import Lane
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec import Factor, Plan
 from thinwire.spec.expectation import Expectation
@@ -185,7 +186,9 @@ def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None
         return record["own"].get("median") if record.get("own") else None
     for words, key in ((WAITING, "exposed"), (TRANSFERS, "transfer"), (CODECS, "codec")):
         if name.startswith(words):
-            table = record.get(key)
-            return None if table is None else float(table.get(name.removeprefix(words), 0.0)) / steps
+            table, lane = record.get(key), name.removeprefix(words)
+            if lane == Lane.CONTROL and words != WAITING:
+                return None  # the computing thread makes these exchanges itself: all of them is waiting
+            return None if table is None else float(table.get(lane, 0.0)) / steps
     lane, scope = name.split()
     return float((record.get("bytes") or {}).get(lane, {}).get(scope, 0)) / steps / ranks

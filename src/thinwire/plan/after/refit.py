@@ -104,16 +104,9 @@ def _scaled(profile: Profile, part: str, factor: float) -> Profile:
 def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> dict[str, float]:
     """The smallest changes of parts after which transfers and codecs of lanes take as long as was measured.
 
-    A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part. The
-    control lane is left out: what it measures is waiting.
+    A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part.
     """
-    names = [
-        name
-        for lane in Lane
-        if lane is not Lane.CONTROL
-        for name in (f"{TRANSFERS}{lane}", f"{CODECS}{lane}")
-        if found.get(name)
-    ]
+    names = [name for lane in Lane for name in (f"{TRANSFERS}{lane}", f"{CODECS}{lane}") if found.get(name)]
     if not names:
         return {}
     now = _amounts(run, profile)
