@@ -26,7 +26,9 @@ from thinwire.plan import (
     refit,
     search,
 )
+from thinwire.plan.after.compare import job_of
 from thinwire.program import Kind, Scope
+from thinwire.record import read_run
 from thinwire.sim import Resource
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.profile import Profile
@@ -125,6 +127,28 @@ def test_other_groups_codecs_and_models_are_scaled_and_marked_as_extrapolated() 
     assert ProfiledRates(profile(), larger, "bfloat16").forward(block, plan, 32) > 3 * 2e-3
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("change", [{"ffn": 512}, {"heads": 8}, {"kv_heads": 2}, {"seq": 512}, {"micro_batch": 8}])
+def test_of_rows_of_one_width_the_nearest_counts_in_any_order(change: dict[str, int], newest_first: bool) -> None:
+    measured = profile().compute
+    slow = [row.with_(**change, forward=7.0, flops=8 * row.flops) for row in measured]
+    known = rates(compute=[*slow, *measured] if newest_first else [*measured, *slow])
+    block = next(part for part in parts(MODEL, "block") if part.kind == "block")
+    plan, seq = Plan.preset("zero3", nodes=2, local=2), change.get("seq", 32)
+    assert known.forward(block, plan, 32) == pytest.approx(2e-3)
+    like = MODEL.with_(**{key: value for key, value in change.items() if key in ("ffn", "heads", "kv_heads")})
+    near = plan.with_(micro_batch=change.get("micro_batch", 1))
+    scale = block.forward_flops(near.micro_batch * seq, seq) / slow[0].flops
+    assert ProfiledRates(known.profile, like, "bfloat16").forward(block, near, seq) == pytest.approx(7.0 * scale)
+
+
+def test_another_dtype_was_not_measured_here() -> None:
+    block = next(part for part in parts(MODEL, "block") if part.kind == "block")
+    for dtype, basis in (("bfloat16", "measured here"), ("float32", "extrapolated"), ("float16", "extrapolated")):
+        plan = Plan.preset("ddp", nodes=2, local=2, compute_dtype=dtype)
+        assert ProfiledRates(profile(), MODEL, plan.compute_dtype).computing_basis(block, plan, 32) == basis
+
+
 def test_missing_measurements_are_named() -> None:
     with pytest.raises(SpecError, match="no collective across nodes"):
         rates(collectives=[]).hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 1, encoded=False)
@@ -192,6 +216,25 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
     assert abs(after) < abs(before)
     with pytest.raises(UsageError, match="name one of the runs in it: run"):
         compare(tmp_path, profile())
+
+
+def test_a_run_that_does_not_clip_exchanges_the_norm_too(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
+    (run / "recipe.toml").write_text((run / "recipe.toml").read_text() + "[optimizer]\nclip = 0\n")
+    assert job_of(read_run(run), profile()).clip
+
+
+def test_a_run_is_compared_only_with_a_profile_of_its_cluster(tmp_path: Path) -> None:
+    plan = Plan.preset("zero1-node", nodes=2, local=2)
+    write_run(tmp_path / "run", plan, 0.2)
+    for made in (compare, refit):
+        with pytest.raises(SpecError, match="gpus_per_node = 1, but the run's mesh has nodes = 2 and local = 2;"):
+            made(tmp_path / "run", profile(nodes=4, gpus_per_node=1))
+    write_run(tmp_path / "cut", Plan.preset("zero1-node", nodes=2, local=1, tp=2), 0.2)
+    assert compare(tmp_path / "cut", profile()).steps == 6
+    with pytest.raises(SpecError, match="nodes = 2 and local = 1 with tp = 2 and pp = 1; use a profile"):
+        compare(tmp_path / "cut", profile(gpus_per_node=4))
 
 
 def test_a_record_of_several_steps_is_shared_out(tmp_path: Path) -> None:

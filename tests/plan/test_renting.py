@@ -139,6 +139,21 @@ def test_bad_options_are_one_sentence(
     assert words in sentence(*cluster, *options)
 
 
+def test_nodes_that_fail_before_they_make_progress_have_no_price() -> None:
+    cluster = ["--cluster", "a100-80g:1x8"]
+    for setting in ("price_per_gpu_hour=2", "failures.mtbf=5s"):
+        cluster += ["--set", f"cluster.{setting}"]
+    swept = CliRunner().invoke(app, ["plan", *JOB, *cluster, "--sweep", "nodes=1,2"])
+    assert swept.exit_code == 1
+    said = " ".join(swept.output.split())
+    assert "1 node: fails every 5 s, before it makes progress 2 nodes: fails every 2.5 s, before it makes" in said
+    assert said.endswith("nothing fits and makes progress on any of them")
+    (rental,) = plan(*cluster, "--top", "1")["rent"]
+    assert (rental["goodput"], rental["cost_per_billion_tokens"]) == (0.0, None)
+    alone = CliRunner().invoke(app, ["plan", *JOB, *cluster, "--top", "1"])
+    assert "on demand (16.00 an hour): it fails every 5 s, before it makes progress\n" in alone.output
+
+
 def test_the_answer_says_what_its_plan_costs() -> None:
     cluster = ["--cluster", "a100-80g:2x8", "--price", "2", "--spot-discount", "0.6", "--spot-interruptions", "0.05"]
     on_demand, spot = plan(*cluster, "--top", "1")["rent"]

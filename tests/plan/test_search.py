@@ -36,6 +36,8 @@ from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import chain_ends, complexity, factors, secondaries
 from thinwire.plan.search import RESIDENCES, RESOLUTION
 from thinwire.plan.space.traffic import codec_choices
+from thinwire.program import Lane
+from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
@@ -209,6 +211,20 @@ def test_the_memory_that_is_left_leaves_the_margin_out() -> None:
     asked = replace(job(), margin=0.25)
     chosen = price_plan(asked, Plan.preset("zero1", nodes=2, local=2))
     assert f"{format_bytes(asked.room - chosen.memory.total)} of memory are left" in binding(asked, chosen)
+
+
+@pytest.mark.parametrize("computing", [0.2, 0.6])
+def test_a_step_is_bound_by_the_larger_of_computation_and_what_it_stands_still_for(computing: float) -> None:
+    asked = job()
+    priced = price_plan(asked, Plan.preset("zero1", nodes=2, local=2))
+    busy = {**dict.fromkeys(Resource, 0.0), Resource.COMPUTE: computing, Resource.CODEC: 0.3}
+    waited = replace(priced.simulated, seconds=1.0, busy=busy, exposed={Lane.SYNC: 0.35})
+    computed = f"computation: {computing:.0%} of the step; " if computing > 0.35 else ""
+    waiting = binding(asked, replace(priced, simulated=waited))
+    assert waiting.startswith(f"{computed}waiting: 35% of the step, most of it for the sync lane; ")
+    axes = replace(priced.axes, idle=0.3, messages=0.1)
+    idle = binding(asked, replace(priced, simulated=waited, axes=axes))
+    assert idle.startswith(f"{computed}the pipeline: ranks idle for 30% of the step and wait for messages for 10%; ")
 
 
 def test_flips_without_a_fitting_plan_have_no_seconds() -> None:

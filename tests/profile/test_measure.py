@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from thinwire.cost import ProfiledRates
 from thinwire.plan import TrainingJob, profiled_cluster, search
+from thinwire.profile.computing import ModelPiece
 from thinwire.profile.exchanging import exchanges
-from thinwire.profile.measure import _few_collections
+from thinwire.profile.measure import Settings, _few_collections, _Measuring, _Rows
 from thinwire.profile.meeting import slowdown
 from thinwire.spec import Factor, ModelSpec
-from thinwire.spec.profile import Profile
+from thinwire.spec.profile import ComputeRow, Profile
 
 SHAPE = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
 
@@ -45,6 +48,21 @@ def test_collections_leave_out_what_is_there_while_a_profile_is_measured() -> No
     with _few_collections():
         assert gc.get_freeze_count() > before
     assert (gc.get_freeze_count() == 0) == (before == 0)
+
+
+def test_what_is_left_to_measure_differs_in_any_dimension_or_in_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ModelPiece] = []
+    module = sys.modules[_Measuring.__module__]
+    monkeypatch.setattr(module, "measure_model", lambda pieces, *_, **__: asked.extend(pieces) or [])
+    shapes = [SHAPE, *(SHAPE.with_(**{key: 32}) for key in ("hidden", "ffn", "vocab")), SHAPE.with_(kv_heads=2)]
+    cpu = torch.device("cpu")
+    pieces = [ModelPiece("block", shape, 32, 1, "bfloat16", 1, mock.Mock()) for shape in shapes]
+    key = {name: getattr(SHAPE, name) for name in ("hidden", "ffn", "heads", "kv_heads", "vocab")}
+    row = ComputeRow(part="block", seq=32, micro_batch=1, dtype="bfloat16", forward=1.0, backward=1.0, flops=1.0, **key)
+    settings = Settings(Factor(), cpu, 1.0, pieces, 1 << 30)
+    rows = _Rows(compute=(row,))
+    _Measuring(settings, mock.Mock(rank=0), rows, mock.Mock()).compute(mock.Mock(left=lambda: 1.0))
+    assert [piece.shape for piece in asked] == shapes[1:]
 
 
 def test_shapes_are_those_that_plans_use() -> None:

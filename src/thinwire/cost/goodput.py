@@ -16,8 +16,8 @@ from dataclasses import dataclass
 _LARGEST_COST = 30.0
 """Above it, the best interval is the mean time between failures to the last digit."""
 
-_LARGEST_EXPONENT = 600.0
-"""Above it, an expected time is as good as infinite."""
+_LARGEST_EXPONENT = 15.0
+"""Above it, training takes millions of times as long as without failures, which is as good as infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Goodput:
     """The useful part of a job's time.
 
     Attributes:
-        share: Seconds of training that count over seconds that pass, from 0 to 1.
+        share: Seconds of training that count over seconds that pass, from 0 to 1; 0 if it makes no progress.
         interval: Seconds of training between two checkpoints; infinite if nothing fails.
         mean_time: Seconds between two failures of the job; infinite if nothing fails.
     """

@@ -114,7 +114,7 @@ class ProfiledRates(Rates):
             lambda row: row.numel,
             lambda row: getattr(row, quartile),
         )
-        self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
+        self._compute = {part: _of_model(profile, part, model, dtype) for part in ("block", "head", "embedding")}
         self._beside = _slowdowns(profile, model.hidden, self._collectives)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
@@ -178,10 +178,18 @@ class ProfiledRates(Rates):
         """Like :meth:`forward`."""
         return self._part(part, plan, seq, "backward")
 
+    def _row(self, part: ModelPart, plan: Plan, seq: int) -> ComputeRow:
+        """The measurement of a part whose batch is nearest to a plan's."""
+
+        def distance(row: ComputeRow) -> float:
+            return abs(math.log(row.seq / seq)) + abs(math.log(row.micro_batch / plan.micro_batch))
+
+        return min(self._compute.get(part.kind, self._compute["block"]), key=distance)
+
     def _part(self, part: ModelPart, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
         if part.kind == "rest" and not part.matrix_flops:
             return 0.0
-        row = self._compute.get(part.kind, self._compute["block"])
+        row = self._row(part, plan, seq)
         seconds: float = getattr(row, way)
         if part.kind == "embedding":
             return seconds * plan.micro_batch * seq * self._model.hidden / (row.micro_batch * row.seq * row.hidden)
@@ -190,12 +198,13 @@ class ProfiledRates(Rates):
         return seconds * flops / row.flops
 
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
-        """Measured here, unless the part is scaled from one of another shape."""
+        """Measured here, unless the part is taken from one of another shape or dtype."""
         if part.kind in ("embedding", "rest"):
             return "measured here"
-        row = self._compute.get(part.kind, self._compute["block"])
+        row = self._row(part, plan, seq)
         flops = part.forward_flops(plan.micro_batch * seq, seq)
-        return "measured here" if math.isclose(flops, row.flops, rel_tol=0.02) else "extrapolated"
+        same = row.dtype == plan.compute_dtype and math.isclose(flops, row.flops, rel_tol=0.02)
+        return "measured here" if same else "extrapolated"
 
     def update(self, numel: int) -> float:
         """Proportional to the number of elements."""
@@ -428,13 +437,20 @@ def _by_size(
     return {key: _Measured(*zip(*sorted(points.items()), strict=True)) for key, points in by_key.items()}
 
 
-def _nearest(profile: Profile, part: str, model: ModelSpec, dtype: str) -> ComputeRow:
-    """The row of a part whose dtype, width and vocabulary are nearest to the model's."""
+def _of_model(profile: Profile, part: str, model: ModelSpec, dtype: str) -> list[ComputeRow]:
+    """The rows of a part, in order, whose dtype, then width, and then other dimensions are nearest to the model's."""
     rows = [row for row in profile.compute if row.part == part]
     if not rows:
         raise SpecError(
             "profile", f"it has no measurement of a model's {part}; measure again with --model {model.name or 'NAME'}"
         )
-    return min(
-        rows, key=lambda row: (row.dtype != dtype, abs(math.log(row.hidden / model.hidden)), row.vocab != model.vocab)
-    )
+
+    def distance(row: ComputeRow) -> tuple[bool, float, float]:
+        width, *others = (
+            abs(math.log(getattr(row, key) / getattr(model, key)))
+            for key in ("hidden", "vocab", "ffn", "heads", "kv_heads")
+        )
+        return row.dtype != dtype, width, sum(others)
+
+    nearest = min(map(distance, rows))
+    return [row for row in rows if distance(row) == nearest]

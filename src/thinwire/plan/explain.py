@@ -180,24 +180,28 @@ def binding(job: TrainingJob, chosen: PricedPlan) -> str:
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
     waiting = sum(chosen.simulated.exposed.values()) / seconds
-    computing = shares[Resource.COMPUTE] + shares[Resource.CODEC]
+    computing = shares[Resource.COMPUTE]
     busiest = max(_LINKS, key=lambda resource: shares[resource])
     zones = busiest is Resource.SPINE and job.cluster.links.spine is None
     link = "the links between zones" if zones else _LINKS[busiest]
     room = job.room - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes
-    if (axes.idle + axes.messages) / seconds > max(0.1, waiting):
-        idle = f"ranks idle for {axes.idle / seconds:.0%} of the step and wait for messages for"
-        return f"the pipeline: {idle} {axes.messages / seconds:.0%}; {memory}"
-    if shares[busiest] > max(0.9, computing):
+    idle = (axes.idle + axes.messages) / seconds
+    stands = f"{link} are busy for {shares[busiest]:.0%}"
+    if idle > max(0.1, waiting):
+        stands = f"the pipeline: ranks idle for {axes.idle / seconds:.0%} of the step and wait for messages for"
+        stands += f" {axes.messages / seconds:.0%}"
+    elif shares[busiest] > max(0.9, computing):
         return f"{link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
-    if waiting > 0.1:
+    elif waiting > 0.1:
         lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
         limit = f", which is limited by {link}: busy for {shares[busiest]:.0%}" if busiest is Resource.SPINE else ""
-        return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane{limit}; {memory}"
+        stands = f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane{limit}"
+    if max(idle, waiting) > computing:
+        return f"{stands}; {memory}"
     sums = f" ({axes.sums / seconds:.0%} are sums over tensor-parallel ranks)" if axes.sums else ""
-    return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
+    return f"computation: {computing:.0%} of the step{sums}; {stands}; {memory}"
 
 
 def quartile_seconds(job: TrainingJob, chosen: PricedPlan) -> tuple[float, float] | None:

@@ -14,7 +14,7 @@ from thinwire.plan.priced import PricedPlan
 from thinwire.plan.search import Searched, elsewhere, search_wider
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Failures, NodeGroup, first_nodes
-from thinwire.units import format_bytes
+from thinwire.units import format_bytes, format_duration
 
 _MOST_GROUPS = 5
 """Groups of nodes of which every selection is tried."""
@@ -153,6 +153,10 @@ def _best_on(job: TrainingJob, cluster: ClusterSpec, label: str) -> SweptNodes:
         why = f"does not fit: every plan lacks at least {format_bytes(lacking)} on a GPU"
         return SweptNodes(cluster.nodes, label, smaller, searched, None, why)
     chosen = cheapest(rentals(smaller, searched.candidates[0]))
+    if not chosen.tokens_per_second:
+        between = format_duration(chosen.offer.goodput.mean_time)
+        why = f"fails every {between}, before it makes progress"
+        return SweptNodes(cluster.nodes, label, smaller, searched, None, why)
     return SweptNodes(cluster.nodes, label, smaller, searched, chosen)
 
 

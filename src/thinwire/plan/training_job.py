@@ -76,7 +76,8 @@ class TrainingJob:
         residences: What lives on the host, of which the search may choose.
         codecs: The level of compression up to which the search may choose codecs.
         compute_dtype: Dtype of the forward and the backward.
-        clip: Whether gradients are clipped by their norm.
+        clip: Whether ranks exchange the norm of the gradient: to clip it, or, as ``thinwire train`` always does, to
+            record it.
         rates: Seconds of computation, codecs and transfers.
         overhead: Bytes in use on a rank before it holds any model.
         margin: Share of its predicted memory that a rank may need in addition.

@@ -177,11 +177,14 @@ class _Measuring:
         models: dict[ModelSpec, list[ModelPiece]] = {}
         for piece in self._settings.pieces:
             models.setdefault(piece.shape, []).append(piece)
-        known = {(r.part, r.hidden, r.ffn, r.heads, r.vocab, r.seq, r.micro_batch, r.dtype) for r in self._rows.compute}
+        known = {
+            (row.part, row.hidden, row.ffn, row.heads, row.kv_heads, row.vocab, row.seq, row.micro_batch, row.dtype)
+            for row in self._rows.compute
+        }
         left = []
         for shape, pieces in models.items():
             first = pieces[0]
-            key = (first.part, shape.hidden, shape.ffn, shape.heads, shape.vocab)
+            key = (first.part, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab)
             if (*key, first.seq, first.micro_batch, first.dtype) not in known:
                 left.append(pieces)
         for number, pieces in enumerate(left):

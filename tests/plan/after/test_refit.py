@@ -34,8 +34,9 @@ def plan_of(preset: str) -> Plan:
     return Plan.preset(preset, nodes=2, local=2, micro_batch=2, micro_batches=2)
 
 
-def record_run(run: Path, plan: Plan, *, memory: float = 0.0) -> Path:
-    """The directory of a run that measured exactly what the true profile expects, and memory times that much."""
+def record_run(run: Path, plan: Plan, *, memory: float = 0.0, longer: float = 0.0) -> Path:
+    """The directory of a run that measured exactly what the true profile expects, and memory times that much. Its steps
+    take ``longer`` than what ranks compute and wait for lanes."""
     run.mkdir()
     plan.save(run / "plan.toml")
     (run / "recipe.toml").write_text(RECIPE, encoding="utf-8")
@@ -48,7 +49,8 @@ def record_run(run: Path, plan: Plan, *, memory: float = 0.0) -> Path:
         return {str(lane): amounts[f"{what} {lane}"] for lane in Lane}
 
     record = {
-        "skipped": False, "step_seconds": amounts["step"], "exposed": lanes("waiting for"),
+        "skipped": False, "step_seconds": amounts["step"] + longer, "exposed": lanes("waiting for"),
+        "own": {"median": amounts["computation"], "slowest": amounts["computation"], "rank": 0},
         "transfer": lanes("transfers of"), "codec": lanes("codecs of"), "bytes": {},
         "memory": {"rss": memory * amounts["memory of a rank"]},
     }  # fmt: skip
@@ -83,6 +85,27 @@ def test_what_was_falsified_is_put_right_and_other_plans_gain(wrong: str, tmp_pa
     figures = {quantity.name: quantity for quantity in compare(run, fitted.profile).quantities}
     for name in ("transfers of reduce", "transfers of sync", "codecs of sync", "codecs of spread"):
         assert figures[name].predicted == pytest.approx(figures[name].measured, rel=0.1), name
+
+
+def test_computation_is_fitted_to_what_ranks_measured_of_it_and_what_fits_is_kept(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", plan_of("zero1"), longer=0.5)
+    assert refit(run, TRUTH).factors == {}
+    fitted = compare(run, refit(run, TRUTH.paced(1.6, codecs=False)).profile).of("computation")
+    assert fitted.predicted == pytest.approx(fitted.measured, rel=0.02)
+
+
+def test_the_exchanges_that_end_a_step_are_compared_as_waiting_alone(tmp_path: Path) -> None:
+    """The computing thread makes them itself, and no lane times them."""
+    run = record_run(tmp_path / "run", plan_of("zero1"))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    untimed = [
+        {**line, "transfer": {**line["transfer"], "control": 0.0}, "exposed": {**line["exposed"], "control": 0.05}}
+        for line in lines
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in untimed), encoding="utf-8")
+    figures = {quantity.name: quantity.measured for quantity in compare(run, TRUTH).quantities}
+    assert figures["waiting for control"] == 0.05
+    assert not {"transfers of control", "codecs of control"} & figures.keys()
 
 
 def test_what_a_run_did_not_use_stays_as_it_was(tmp_path: Path) -> None:

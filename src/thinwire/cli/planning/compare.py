@@ -29,6 +29,7 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
         fitted = planner.refit(run, measured)
         fitted.profile.write(refit)
         changes = ", ".join(f"{name} x {factor:.2f}" for name, factor in fitted.factors.items())
+        changes = changes or "no other computation, transfers or codecs fit it better"
         say(console, f"wrote a profile that fits the run to {refit}: {changes}")
     if as_json:
         print(json.dumps({"steps": comparison.steps, "quantities": list(map(asdict, comparison.quantities))}))

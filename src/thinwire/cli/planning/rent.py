@@ -73,7 +73,7 @@ def show_rentals(job: TrainingJob, options: Sequence[Rental], answer: Answer) ->
     if len(options) == 1 and options[0].per_billion is None and cluster.failures is None:
         return []
     for option in options:
-        price = "" if option.per_billion is None else f", {option.per_billion:,.2f} for 10^9 tokens"
+        price = "" if _finite(option.per_billion) is None else f", {option.per_billion:,.2f} for 10^9 tokens"
         hourly = "" if option.offer.per_hour is None else f" ({option.offer.per_hour:,.2f} an hour)"
         answer.show(f"{option.offer.label}{hourly}: {_goodput_text(option)}{price}")
     return [rental_json(option) for option in options]
@@ -104,6 +104,8 @@ def _goodput_text(option: Rental) -> str:
     if math.isinf(share.mean_time):
         return f"goodput {share.share:.1%}, as no failures are known"
     every, between = format_duration(share.interval), format_duration(share.mean_time)
+    if not share.share:
+        return f"it fails every {between}, before it makes progress"
     return f"goodput {share.share:.1%}, with a checkpoint every {every} and a failure every {between}"
 
 
@@ -157,7 +159,7 @@ def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list
 
 def _verdict(best: SweptNodes | None, what: str) -> str:
     if best is None:
-        return "nothing fits on any of them"
+        return "nothing fits and makes progress on any of them"
     price = _rental(best).per_billion
     priced = "" if price is None else f" and {price:,.2f} for 10^9 tokens"
     return f"{what}: {_name(best)}, with {_rental(best).tokens_per_second:,.0f} tokens/s{priced}"

@@ -75,7 +75,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
         None,
         plan,
         codecs="none" if plan.wire.is_none else "standard",
-        clip=recipe.optimizer.clip > 0,
+        clip=True,
         overhead=room.base,
     )
     needed = planner.price_plan(job, plan).memory.total

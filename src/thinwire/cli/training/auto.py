@@ -62,7 +62,7 @@ def choose_plan(
     dataset = prepare(recipe.data)
     shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
     all_ranks = Factor(local=run.node_ranks, nodes=resolved.ranks // run.node_ranks)
-    clip, free = recipe.optimizer.clip is not None, _freedom(recipe, codecs)
+    free = _freedom(recipe, codecs)
     with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
         if profile is not None:
             source: Path | Here = profile
@@ -71,7 +71,7 @@ def choose_plan(
         else:
             source = _measured_apart(recipe, resolved, all_ranks, shape, Path(directory))
         chosen, measured = measure_and_choose(
-            shape, recipe.train.seq, resolved, source, "--plan auto", clip=clip, free=free
+            shape, recipe.train.seq, resolved, source, "--plan auto", clip=True, free=free
         )
     _say(chosen, console)
     raced = _race(run, ranks, chosen, free, console)

@@ -18,7 +18,8 @@ from thinwire.program import (
     reduction_batches,
 )
 from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings, used_codec
-from thinwire.spec import Plan
+from thinwire.spec import Factor, Plan
+from thinwire.spec.plan import cut_alike
 
 
 class _BucketShape(NamedTuple):
@@ -50,8 +51,8 @@ class Workspace:
         self._windows: dict[int, int] = {}
 
     def both(self, plan: Plan) -> int:
-        """Bytes of :meth:`gathered` and :meth:`buffers`: they depend neither on the size of a micro-batch nor on how
-        ``G`` is cut."""
+        """Bytes of :meth:`gathered` and :meth:`buffers`: they do not depend on the size of a micro-batch, and on their
+        number and on how ``G`` is cut only by whether gradients are :func:`staged`."""
         return self.gathered(plan) + self.buffers(plan)
 
     def gathered(self, plan: Plan) -> int:
@@ -129,6 +130,18 @@ class Workspace:
         return self._buckets[key]
 
 
+def staged(chain: tuple[Factor, Factor, Factor], *, several: bool) -> bool:
+    """Whether whole gradients of a micro-batch leave from memory of their own, and not from what the step accumulates:
+    those of a single micro-batch, or of each if ``G`` is sharded like ``OS``.
+
+    Args:
+        chain: Factors of ``P``, ``G`` and ``OS``.
+        several: Whether a step has several micro-batches.
+    """
+    params, grads, optimizer = chain
+    return params.ranks == 1 and (not several or (optimizer.ranks > 1 and cut_alike(grads, optimizer)))
+
+
 def _sums(sizes: Sequence[int], length: int) -> list[int]:
     """Sums of so many successive sizes, from each one on; fewer at the end."""
     before = [0, *accumulate(sizes)]
@@ -190,8 +203,8 @@ def _reduced(plan: Plan, bucket: _BucketShape) -> int:
     """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in both: a
     reduce-scatter in wire dtype then, and a sum of replicas."""
     total, numel, ranks = 0, bucket.numel, plan.optimizer.ranks // plan.params.ranks
-    if plan.params.ranks == 1 and plan.micro_batches == 1:
-        total += ITEMSIZE[plan.compute_dtype] * numel  # autograd's, until their lane has packed them
+    if staged((plan.params, plan.grads, plan.optimizer), several=plan.micro_batches > 1):
+        total += ITEMSIZE[plan.compute_dtype] * numel  # until their lane has packed them
     sums = 0 if bucket.alone and plan.accumulate_dtype == "float32" else 4
     if ranks > 1:
         total += _scattered(plan, Axis.SHARD, numel)

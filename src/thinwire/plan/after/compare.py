@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thinwire.errors import DataError
+from thinwire.errors import DataError, SpecError
 from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
 from thinwire.plan.priced import price_plan
+from thinwire.plan.rules import Cut, divided
 from thinwire.plan.training_job import TrainingJob, refuse_context
+from thinwire.program import Lane
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
+from thinwire.spec import Factor, Plan
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 
@@ -131,11 +134,28 @@ def job_of(run: RunRecord, profile: Profile) -> TrainingJob:
     """
     plan, seq = run.plan, run.recipe.train.seq
     refuse_context(plan)
+    _refuse_others(plan, profile)
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
     recorded = run.starts[-1].get("base_memory") if run.starts else None  # in use on a rank before it had a model
     overhead = (recorded if isinstance(recorded, int) else None) or profile.base_memory
-    clip = run.recipe.optimizer.clip > 0
-    return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, clip=clip, overhead=overhead)
+    # A run of thinwire train takes the norm of every gradient, whatever its optimizer.clip.
+    return TrainingJob.of(model, seq, None, profile, plan, micro_batch=plan.micro_batch, clip=True, overhead=overhead)
+
+
+def _refuse_others(plan: Plan, profile: Profile) -> None:
+    """Raise for a profile of other ranks than those that a run's plan is for.
+
+    Raises:
+        SpecError: Its nodes or ranks differ.
+    """
+    profiled, ways = Factor(local=profile.gpus_per_node, nodes=profile.nodes), Cut(tp=plan.tp, pp=plan.pp)
+    if divided(profiled, ways) != plan.job_mesh:
+        beside = "" if (plan.tp, plan.pp) == (1, 1) else f" with tp = {plan.tp} and pp = {plan.pp}"
+        raise SpecError(
+            "profile",
+            f"nodes = {profile.nodes} and gpus_per_node = {profile.gpus_per_node}, but the run's mesh has nodes = "
+            f"{plan.job_mesh.nodes} and local = {plan.job_mesh.local}{beside}; use a profile of the run's cluster",
+        )
 
 
 def _vocab(run: Path) -> int:
@@ -166,7 +186,9 @@ def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None
         return record["own"].get("median") if record.get("own") else None
     for words, key in ((WAITING, "exposed"), (TRANSFERS, "transfer"), (CODECS, "codec")):
         if name.startswith(words):
-            table = record.get(key)
-            return None if table is None else float(table.get(name.removeprefix(words), 0.0)) / steps
+            table, lane = record.get(key), name.removeprefix(words)
+            if lane == Lane.CONTROL and words != WAITING:
+                return None  # the computing thread makes these exchanges itself: all of them is waiting
+            return None if table is None else float(table.get(lane, 0.0)) / steps
     lane, scope = name.split()
     return float((record.get("bytes") or {}).get(lane, {}).get(scope, 0)) / steps / ranks

@@ -13,7 +13,7 @@ from thinwire.plan.after.compare import checked_run, job_of, measured_figure
 from thinwire.plan.after.culprit import measured_parts
 from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
 from thinwire.plan.priced import price_plan
-from thinwire.program import Lane, Scope
+from thinwire.program import Scope
 from thinwire.record import RunRecord, steady
 from thinwire.sim.step import lane_work
 from thinwire.spec.plan_parts.residence import Residence
@@ -47,20 +47,25 @@ class Refit:
 
 def refit(run: Path, profile: Profile) -> Refit:
     """Scale each part of a profile so that it takes as long as in a run: computation, the transfers of each collective
-    on each kind of link, and each codec. Memory before a rank has a model becomes the run's. The margin grows to what
-    the run needed beyond its prediction.
+    on each kind of link, and each codec, as long as the run's figures differ less for it. Memory before a rank has a
+    model becomes the run's. The margin grows to what the run needed beyond its prediction.
 
     Arguments and errors are those of :func:`~thinwire.plan.after.compare.compare`.
     """
     record = checked_run(run)
-    fitted, factors = profile, dict[str, float]()
-    found = measured_parts(steady(record), record.plan.ranks)
+    found = _fitted_figures(record, profile)
+    fitted, factors, error = profile, dict[str, float](), _error(record, profile, found)
     for _ in range(_ROUNDS):
-        changes = _lane_factors(record, fitted, found)
+        changes, tried = _lane_factors(record, fitted, found), fitted
         for part, factor in changes.items():
-            fitted = _scaled(fitted, part, factor)
-        pace = _pace(record, fitted)
-        fitted = fitted.paced(pace, codecs=False)
+            tried = _scaled(tried, part, factor)
+        expected = _expected(record, tried)[COMPUTATION]
+        pace = found[COMPUTATION] / expected if found[COMPUTATION] > 0 and expected else 1.0
+        tried = tried.paced(pace, codecs=False)
+        before, error = error, _error(record, tried, found)
+        if error >= before:
+            break
+        fitted = tried
         for part, factor in (changes | {COMPUTATION: pace}).items():
             factors[part] = factors.get(part, 1.0) * factor
     if record.plan.residence == Residence():
@@ -77,13 +82,29 @@ def _with_memory(run: RunRecord, profile: Profile) -> Profile:
     return profile.with_(base_memory=job.overhead, memory_margin=margin)
 
 
-def _pace(run: RunRecord, profile: Profile) -> float:
-    """What a step took beside waiting, over what a profile expects of that."""
-    job, rows = job_of(run, profile), steady(run)
-    figures = {figure.name: figure.amount for figure in expectation(job, price_plan(job, run.plan)).figures}
-    waited = [measured_figure(name, rows, run.plan.ranks) for name in figures if name.startswith(WAITING)]
-    own = (measured_figure(STEP, rows, run.plan.ranks) or 0.0) - sum(filter(None, waited))
-    return own / figures[COMPUTATION] if own > 0 and figures[COMPUTATION] else 1.0
+def _fitted_figures(run: RunRecord, profile: Profile) -> dict[str, float]:
+    """What parts are fitted to, and the step: as a run measured them, without the lag of a slow rank in transfers."""
+    rows, ranks = steady(run), run.plan.ranks
+    parts = measured_parts(rows, ranks)
+    step = measured_figure(STEP, rows, ranks) or 0.0
+    of_lanes = {name: parts[name] for name in parts if name.startswith((TRANSFERS, CODECS)) and parts[name]}
+    own = parts.get(COMPUTATION)
+    if own is None:  # older records do not have the own work of ranks
+        waits = (measured_figure(name, rows, ranks) for name in _expected(run, profile) if name.startswith(WAITING))
+        own = step - sum(filter(None, waits))
+    return {STEP: step, COMPUTATION: own, **of_lanes}
+
+
+def _expected(run: RunRecord, profile: Profile) -> dict[str, float]:
+    """The figures of a run's step, by a profile."""
+    job = job_of(run, profile)
+    return {figure.name: figure.amount for figure in expectation(job, price_plan(job, run.plan)).figures}
+
+
+def _error(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> float:
+    """Seconds by which figures of a run differ from what a profile expects of them, added up."""
+    expected = _expected(run, profile)
+    return sum(abs(expected[name] - amount) for name, amount in found.items())
 
 
 def _part_of(row: CollectiveRow | CodecRow) -> str:
@@ -104,16 +125,9 @@ def _scaled(profile: Profile, part: str, factor: float) -> Profile:
 def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> dict[str, float]:
     """The smallest changes of parts after which transfers and codecs of lanes take as long as was measured.
 
-    A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part. The
-    control lane is left out: what it measures is waiting.
+    A lane's seconds are linear in the seconds of each part, so that two evaluations give the share of each part.
     """
-    names = [
-        name
-        for lane in Lane
-        if lane is not Lane.CONTROL
-        for name in (f"{TRANSFERS}{lane}", f"{CODECS}{lane}")
-        if found.get(name)
-    ]
+    names = [name for name in found if name.startswith((TRANSFERS, CODECS))]
     if not names:
         return {}
     now = _amounts(run, profile)

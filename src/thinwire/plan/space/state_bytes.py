@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from thinwire.cost.memory.stages import demanding_stages, held_units, stage_model, stages
 from thinwire.cost.memory.states import ModelStates, States
-from thinwire.cost.memory.workspace import Workspace
+from thinwire.cost.memory.workspace import Workspace, staged
 from thinwire.plan.rules import Chain
 from thinwire.plan.space.batches import BatchMemory
 from thinwire.plan.training_job import TrainingJob
@@ -25,7 +25,7 @@ class StateBytes:
         self._numels = [sum(buffer.numel for unit in units for buffer in unit.buffers) for units in held]
         self._largest = [max(sum(buffer.numel for buffer in unit.buffers) for unit in units) for units in held]
         self._stages = [Workspace(units) for units in held]
-        self._held: dict[tuple[Factor, Factor], list[int]] = {}
+        self._held: dict[tuple[Factor, Factor, bool], list[int]] = {}
 
     def fitting(self, chain: Chain, secondary: Factor | None, batches: Sequence[BatchMemory]) -> list[int]:
         """Numbers of the batches with which these factors fit into memory, without the messages of codecs."""
@@ -47,12 +47,13 @@ class StateBytes:
 
     def _kept(self, chain: Chain, secondary: Factor | None, several: bool, *, states_alone: bool) -> list[int]:
         """Bytes of each stage, for steps of one micro-batch or of several."""
-        params, _, optimizer = chain
+        params, grads, optimizer = chain
         base, held = self._base, [0] * len(self._stages)
         if not states_alone:
-            key = params, optimizer
+            key = params, optimizer, staged(chain, several=several)
             if key not in self._held:
-                plan = base.trusted(params=params, grads=optimizer, optimizer=optimizer)
+                micro_batches = 2 if several else 1
+                plan = base.trusted(params=params, grads=grads, optimizer=optimizer, micro_batches=micro_batches)
                 self._held[key] = [stage.both(plan) for stage in self._stages]
             held = self._held[key]
         states = States.of_dtypes(
