@@ -137,7 +137,7 @@ PRESETS: dict[str, Preset] = {
         wire=_INT8_GRADIENTS,
     ),
     "thinwire": Preset(
-        "zero1-node, gradients INT8 inside a node and INT4 across, with error feedback; differences spread in INT8",
+        "zero1-node, gradients INT8 inside a node and INT4 across, error feedback, differences spread in INT8",
         lambda mesh, group: (_ONE, _ONE, group),
         takes_group=True,
         wire=_THINWIRE,
