@@ -51,5 +51,10 @@ def test_one_of_two_can_be_slow() -> None:
     assert len(said(Pace(("a", "b")), 2.0, 1.0)) == 1
 
 
+def test_others_may_do_nothing_but_wait() -> None:
+    (first,) = said(Pace(("a", "b")), 0.5, 0.0)
+    assert first.endswith("of its own work and the others 0 s in the median; all wait for it")
+
+
 def test_a_record_keeps_the_slowest() -> None:
     assert summarized([1.0, 3.0, 2.0]) == {"median": 2.0, "slowest": 3.0, "rank": 1}
