@@ -20,19 +20,27 @@ Record = Mapping[str, Any]
 WARM_UP: Final = 3
 """Number of records at the start that do not count for speed."""
 
-_STEP_NUMBERS: Final = {
-    "step": 0, "samples": 0, "tokens": 0, "loss": 0, "val_loss": 0, "grad_norm": 0, "lr": 0, "skipped": 0,
-    "skipped_steps": 0, "loss_scale": 0, "step_seconds": 0, "tokens_per_second": 0, "tgs": 0, "mfu": 0, "retries": 0,
-    "time": 0, "memory": 1, "exposed": 1, "codec": 1, "transfer": 1, "own": 1, "data_waits": 1, "bytes": 2,
-    "memory_by_rank": 2,
-}  # fmt: skip
-"""Keys of a record whose values are numbers (0), tables of numbers (1), or tables of such tables or of lists (2)."""
+_Levels = tuple[type, ...]
+"""What holds numbers, from outside to inside: ``(dict, list)`` is a table of lists of them, ``()`` a number."""
 
-_START_NUMBERS: Final = {"step": 0, "time": 0, "ranks": 0, "base_memory": 0}
+_STEP_NUMBERS: Final[Mapping[str, _Levels]] = {
+    **dict.fromkeys(
+        (
+            "step", "samples", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped", "skipped_steps",
+            "loss_scale", "step_seconds", "tokens_per_second", "tgs", "mfu", "retries", "time",
+        ), ()
+    ),
+    **dict.fromkeys(("memory", "exposed", "codec", "transfer", "own", "data_waits"), (dict,)),
+    "bytes": (dict, dict),
+    "memory_by_rank": (dict, list),
+}  # fmt: skip
+"""Keys of a record whose values are numbers or hold some."""
+
+_START_NUMBERS: Final[Mapping[str, _Levels]] = dict.fromkeys(("step", "time", "ranks", "base_memory"), ())
 """The same for a line of ``starts.jsonl``."""
 
-_SUMMARY_NUMBERS: Final = dict.fromkeys(
-    ("final_train_loss", "final_val_loss", "unigram_entropy", "tokens_per_second", "steps", "parameters"), 0
+_SUMMARY_NUMBERS: Final[Mapping[str, _Levels]] = dict.fromkeys(
+    ("final_train_loss", "final_val_loss", "unigram_entropy", "tokens_per_second", "steps", "parameters"), ()
 )
 """The same for ``summary.json``."""
 
@@ -197,7 +205,7 @@ def _no_run(path: Path) -> str:
     return f"{path} holds no run of thinwire train, as recipe.toml or plan.toml is missing; {remedy}"
 
 
-def _lines(path: Path, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], int]:
+def _lines(path: Path, numbers: Mapping[str, _Levels]) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a file with one per line, and the number of lines that are none or whose numbers are not."""
     objects, bad = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
@@ -212,22 +220,22 @@ def _lines(path: Path, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]]
     return objects, bad
 
 
-def _fits(value: Any, numbers: Mapping[str, int]) -> bool:
+def _fits(value: Any, numbers: Mapping[str, _Levels]) -> bool:
     """Whether a value is a JSON object, with numbers where ``numbers`` says so or null."""
     return isinstance(value, dict) and all(
-        _is_numeric(value[key], depth) for key, depth in numbers.items() if value.get(key) is not None
+        _is_numeric(value[key], levels) for key, levels in numbers.items() if value.get(key) is not None
     )
 
 
-def _is_numeric(value: Any, depth: int) -> bool:
-    """Whether a value is a number, or as many levels of tables and lists above numbers that floats hold."""
-    if depth:
-        below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (None,)
-        return all(_is_numeric(one, depth - 1) for one in below)
-    return is_number(value)
+def _is_numeric(value: Any, levels: _Levels) -> bool:
+    """Whether a value is a number, or as many levels of tables or lists of numbers that floats hold."""
+    if not levels:
+        return is_number(value)
+    inside = value.values() if isinstance(value, dict) else value
+    return isinstance(value, levels[0]) and all(_is_numeric(one, levels[1:]) for one in inside)
 
 
-def _object(path: Path, numbers: Mapping[str, int]) -> dict[str, Any] | None:
+def _object(path: Path, numbers: Mapping[str, _Levels]) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

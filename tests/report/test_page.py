@@ -146,6 +146,20 @@ def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> Non
     assert "Leaf switches are those of hosts. Hosts in the order of the mesh: a c b." in text
 
 
+def test_numbers_that_are_none_cost_their_lines_and_no_traceback(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [record(step, step_seconds=None) for step in range(2, 21, 2)])
+    good = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])
+    with (path / "metrics.jsonl").open("a") as file:
+        for key, value in (("transfer", [1.0]), ("bytes", {"gather": [1]}), ("memory_by_rank", {"rss": 1})):
+            file.write(json.dumps({**good, "step": 22, key: value}) + "\n")
+    RunDirectory(path).note_start(6, {"plan": "zero1", "time": 1e18})
+    result = report(path, "--json")
+    assert result.exit_code == 0, result.output
+    (numbers,) = json.loads(result.stdout)["runs"]
+    assert (numbers["step_seconds"], numbers["unreadable_lines"]) == (None, 3)
+    assert "Started again after step 6 at an unknown time" in Page(path / "report" / "index.html").text
+
+
 @pytest.mark.slow
 def test_the_report_names_missing_validation_and_peak(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(2, val_loss=None, mfu=None)], complete=False)

@@ -257,7 +257,10 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
 
 
 def _start_note(start: Mapping[str, Any]) -> str:
-    when = datetime.datetime.fromtimestamp(float(start.get("time", 0)), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        when = datetime.datetime.fromtimestamp(float(start["time"]), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (KeyError, TypeError, OverflowError, OSError, ValueError):  # no number of seconds since 1970 in a calendar
+        when = "an unknown time"
     return f"Started again after step {start.get('step', 0)} at {when} under {start.get('plan', 'an unknown plan')}."
 
 

@@ -64,7 +64,9 @@ def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     Without a comparison of what was expected with what was measured, only a slow stretch of the run has a part to name.
     ``None`` if all parts are as expected, within a twentieth of the step.
     """
-    rows, ranks = steady(run), run.plan.ranks
+    rows, ranks = [row for row in steady(run) if row[0].get("step_seconds") is not None], run.plan.ranks
+    if not rows:
+        return None
     stretch = _stretch(rows, comparison, ranks)
     steps: tuple[int, int] | None = None
     if stretch is not None:
