@@ -156,13 +156,20 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
 
 def began(starts: Sequence[Record]) -> int:
     """The step at which the current plan began, given starts from the oldest on: a run may be resumed under another
-    plan, on other ranks."""
+    plan, on other ranks. Starts of 0.2 have no fingerprint of their plan."""
     step = 0
     for start in reversed(starts):
-        if start.get("plan") != starts[-1].get("plan"):
+        key = "fingerprint" if start.get("fingerprint") and starts[-1].get("fingerprint") else "plan"
+        if start.get(key) != starts[-1].get(key):
             break
         step = int(start.get("step") or 0)
     return step
+
+
+def of_plan(run: RunRecord) -> tuple[Record, ...]:
+    """Records of the current plan; all if it has none yet."""
+    before_plan = began(run.starts)
+    return tuple(record for record in run.records if record["step"] > before_plan) or run.records
 
 
 def steps_of(run: RunRecord) -> list[int]:

@@ -65,6 +65,18 @@ def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: P
     assert steps_of(read_run(path)) == [2, 4, 4], "without a list of starts the first record is as wide as log_every"
 
 
+@pytest.mark.parametrize("key", ["fingerprint", "plan"])
+def test_figures_are_those_of_the_current_plan(tmp_path: Path, key: str) -> None:
+    slow = [record(step, step_seconds=0.9, memory={"rss": 8 << 30}) for step in range(2, 13, 2)]
+    path = write_run(tmp_path / "run", [*slow, *(record(step) for step in range(14, 25, 2))])
+    plans: list[dict[str, str]] = [{"plan": "zero3"}, {"plan": "zero3"}]  # which says nothing of micro-batches
+    for start, plan, name in zip((0, 12), plans, ("before", "now"), strict=True):
+        RunDirectory(path).note_start(start, {**plan, key: name})
+    numbers = figures(read_run(path))
+    assert numbers["step_seconds"] == pytest.approx(0.1)
+    assert numbers["memory"] == {"rss": 300 << 20}
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two runs: the first was traced, name and tokenizer of the second look like markup."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import RunRecord, steady
+from thinwire.record import RunRecord, of_plan, steady
 from thinwire.report.drawing import (
     KIND_HUES,
     WIDE,
@@ -265,7 +265,7 @@ def _bytes(numbers: Mapping[str, Any]) -> Chart | None:
 
 def _memory(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     over_time = {
-        kind: [(r["step"], (r.get("memory") or {})[kind]) for r in run.records if kind in (r.get("memory") or {})]
+        kind: [(r["step"], (r.get("memory") or {})[kind]) for r in of_plan(run) if kind in (r.get("memory") or {})]
         for kind in numbers["memory"]
     }
     if not over_time:

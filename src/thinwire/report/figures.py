@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import Record, RunRecord, steady
+from thinwire.record import Record, RunRecord, of_plan, steady
 
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
@@ -48,8 +48,8 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
         "exposed_share": sum(exposed.values()) / step_seconds if step_seconds else None,
         "codec_seconds": _rates(pairs, "codec", num_steps),
         "bytes_per_step": _bytes(pairs, num_steps),
-        "memory": _most(record.get("memory") or {} for record in run.records),
-        "memory_by_rank": _memory_by_rank(run.records),
+        "memory": _most(record.get("memory") or {} for record in of_plan(run)),
+        "memory_by_rank": _memory_by_rank(of_plan(run)),
         "skipped_steps": run.skipped_steps,
         "loss_scale": run.records[-1].get("loss_scale") if run.records else None,
         "starts": [dict(start) for start in run.starts],

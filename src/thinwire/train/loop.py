@@ -139,7 +139,8 @@ def _place(trainer: Trainer) -> dict[str, object]:
     """The host, device and plan of a start, and the hosts in the order of the mesh if a topology has ordered them."""
     device, plan, ordered = trainer.device, trainer.run.plan, trainer.ordered
     name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks, "plan": plan.describe()}
+    place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks}
+    place |= {"plan": plan.describe(), "fingerprint": plan.fingerprint()}
     return {**place, **({"hosts": ordered.hosts, "order": ordered.sentence} if ordered.sentence else {})}
 
 
