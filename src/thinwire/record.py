@@ -189,19 +189,13 @@ def steps_of(run: RunRecord) -> list[int]:
 def steady(run: RunRecord) -> list[tuple[Record, int]]:
     """Records from which to measure a step, each with the number of steps that it covers.
 
-    They belong to the current plan. The first few records, skipped steps, and records after a validation are left out.
-    A record after a validation would include its traffic and its waiting time. A rule that leaves no record is ignored.
+    They belong to the current plan. The first few records and skipped steps are left out. A rule that leaves no record
+    is ignored.
     """
-    before: list[Record | None] = [None, *run.records]
-    triples = [
-        (record, count, previous is not None and previous.get("val_loss") is not None)
-        for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
-        if count > 0
-    ]
+    pairs = [pair for pair in zip(run.records, steps_of(run), strict=True) if pair[1] > 0]
     before_plan = began(run.starts)
-    triples = [triple for triple in triples if triple[0]["step"] > before_plan] or triples
-    warm = [triple for triple in triples[WARM_UP:] if not triple[0].get("skipped")] or triples
-    return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
+    pairs = [pair for pair in pairs if pair[0]["step"] > before_plan] or pairs
+    return [pair for pair in pairs[WARM_UP:] if not pair[0].get("skipped")] or pairs
 
 
 def _no_run(path: Path) -> str:

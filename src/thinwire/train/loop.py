@@ -168,11 +168,13 @@ def _steps(
     )
     while position.step < steps:
         reason = stop.reason
-        tracer.begin(position.step + 1)
+        with trainer.step_meter.paused():
+            tracer.begin(position.step + 1)
         record, stopping, save_failed = trainer.step(reason is not None)
         if publisher is not None:
             publisher.step()
-        traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
+        with trainer.step_meter.paused():
+            traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
         if traced is not None:
             progress.note(traced)
         if trainer.validates:

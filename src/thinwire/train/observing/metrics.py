@@ -60,7 +60,8 @@ class StepRecord:
         skipped: Whether the update was skipped because a gradient was not finite.
         skipped_steps: Number of updates of the run that were skipped, including this one.
         loss_scale: Factor of the loss in this step's backward; ``None`` if the plan has no float16 gradients.
-        step_seconds: Wall time of the step in seconds, without validation and saving.
+        step_seconds: Wall time of the step in seconds, with the exchange of losses before it, without validation and
+            saving.
         tokens_per_second: Tokens per second over all ranks.
         tgs: Tokens per second and device.
         mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
