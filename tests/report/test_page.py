@@ -57,6 +57,24 @@ def test_figures_are_those_of_a_step(tmp_path: Path) -> None:
     assert numbers["memory_by_rank"] == {"rss": [(300 - rank) << 20 for rank in range(4)]}
 
 
+def test_waiting_is_a_part_of_the_steps_in_which_it_was(tmp_path: Path) -> None:
+    """A few steps that stall are most of the waiting, and of the time."""
+    stalled = {"step_seconds": 4.9, "exposed": {"gather": 2 * 4.8}, "tokens_per_second": 256 / 4.9}
+    numbers = figures(
+        read_run(
+            write_run(
+                tmp_path / "run",
+                [record(step, **stalled) if step % 20 == 0 else record(step) for step in range(2, 87, 2)],
+            )
+        )
+    )  # 40 records after those of the warm-up, 4 of them stalled
+    seconds, waited = 0.9 * 0.1 + 0.1 * 4.9, 0.9 * 0.01 + 0.1 * 4.8
+    assert numbers["step_seconds"] == pytest.approx(seconds)
+    assert numbers["exposed_seconds"] == {"gather": pytest.approx(waited)}
+    assert numbers["exposed_share"] == pytest.approx(waited / seconds)
+    assert numbers["tokens_per_second"] == pytest.approx(256 / seconds)
+
+
 def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(4, per_record=4), record(8), record(12, per_record=4)])
     RunDirectory(path).note_start(6, {"plan": "zero1"})

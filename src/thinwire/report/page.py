@@ -209,9 +209,9 @@ def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, s
     tiles = [
         ("validation loss", _number(numbers["final_val_loss"], ".4f"), best),
         ("training loss", _number(numbers["final_train_loss"], ".4f"), f"after {numbers['steps']:,} steps"),
-        ("throughput", _number(numbers["tokens_per_second"], ",.0f"), "tokens/s, median"),
-        ("time of a step", _duration(numbers["step_seconds"]), "median"),
-        ("MFU", _percent(numbers["mfu"]), "median"),
+        ("throughput", _number(numbers["tokens_per_second"], ",.0f"), "tokens/s, mean"),
+        ("time of a step", _duration(numbers["step_seconds"]), "mean"),
+        ("MFU", _percent(numbers["mfu"]), "mean"),
         ("exposed communication", _percent(numbers["exposed_share"]), "of a step"),
         ("across nodes", format_bytes(across / world), "per rank and step"),
         ("memory", format_bytes(max(numbers["memory"].values(), default=0)), "of the rank that uses most"),
