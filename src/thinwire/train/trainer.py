@@ -346,7 +346,7 @@ class Trainer:
             exposed=measured.exposed,
             codec=measured.codec,
             transfer=measured.transfer,
-            own=summarized(own),
+            own=summarized(own, comparable=self.pace is not None),
             data_waits=waits._asdict(),
             exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own, self.recent.seconds),

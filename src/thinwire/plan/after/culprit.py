@@ -173,7 +173,7 @@ def _lag(rows: Rows) -> float:
 
 
 def _own(rows: Rows) -> list[Mapping[str, float]]:
-    """Seconds that ranks spent on their own work, of the records that have them."""
+    """Seconds that ranks spent on their own work, of the records that have them, and whose ranks can be compared."""
     found = [record.get("own") or {} for record, _ in rows]
     return [own for own in found if {"median", "slowest", "rank"} <= set(own)]
 

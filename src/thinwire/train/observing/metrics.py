@@ -74,7 +74,7 @@ class StepRecord:
         transfer: Seconds that transfers took since the last record, by kind, mean over ranks; waiting for peers is part
             of them.
         own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
-            ``slowest`` with its ``rank``.
+            ``slowest`` with its ``rank``, which is left out where ranks cannot be compared.
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
         exchanges: Exchanges of elastic islands since the last record: ``step``, the updates ``made`` for it, the

@@ -72,8 +72,9 @@ class Pace:
         return f"rank {rank} on {self._hosts[rank]}"
 
 
-def summarized(own: Sequence[float]) -> dict[str, float]:
+def summarized(own: Sequence[float], *, comparable: bool) -> dict[str, float]:
     """``median`` and ``slowest`` of the seconds of a step that each rank spent on its own work; ``rank`` is the
-    slowest."""
+    slowest, where ranks are ``comparable``."""
     rank = max(range(len(own)), key=own.__getitem__)
-    return {"median": statistics.median(own), "slowest": own[rank], "rank": rank}
+    seconds = {"median": statistics.median(own), "slowest": own[rank]}
+    return seconds | {"rank": rank} if comparable else seconds
