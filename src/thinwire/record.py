@@ -63,7 +63,7 @@ class RunRecord:
         failure: Sentence that says why the run failed; ``None`` if it did not.
         traces: Merged traces of its steps.
         profile: Profile from which its plan was chosen; ``None`` without one.
-        expected: What its plan was expected to do; ``None`` if nothing was predicted of this plan.
+        expected: What its plan was expected to do; ``None`` if nothing was predicted of this plan, batch and model.
         race: The race by which its plan was chosen; ``None`` without one.
     """
 
@@ -132,13 +132,13 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     records = [record for record in records if isinstance(record.get("step"), int)]
     starts, _ = _lines(path / "starts.jsonl", _START_NUMBERS)
     summary = _object(path / "summary.json", _SUMMARY_NUMBERS)
-    command, plan = path / "command.txt", Plan.load(path / "plan.toml")
+    command, plan, recipe = path / "command.txt", Plan.load(path / "plan.toml"), Recipe.load(path / "recipe.toml")
     expected = path / "expected.json"
     known = Expectation.read(expected) if expected.is_file() else None
     return RunRecord(
         name=name or path.resolve().name,
         path=path,
-        recipe=Recipe.load(path / "recipe.toml"),
+        recipe=recipe,
         plan=plan,
         versions=_object(path / "versions.json", {}) or {},
         records=tuple(records),
@@ -149,7 +149,7 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         failure=_failure(path, starts) if summary is None else None,
         traces=tuple(sorted((path / "traces").glob("step*.json"))),
         profile=path / "profile.json" if (path / "profile.json").is_file() else None,
-        expected=known if known is not None and known.plan == plan.fingerprint() else None,
+        expected=known if known is not None and known.unlike(plan, recipe) is None else None,
         race=_object(path / "race.json", {}),
     )
 
