@@ -86,7 +86,7 @@ class RunRecord:
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because a gradient was not finite."""
-        if self.records and "skipped_steps" in self.records[-1]:
+        if self.records and self.records[-1].get("skipped_steps") is not None:
             return int(self.records[-1]["skipped_steps"])
         return sum(bool(record.get("skipped")) for record in self.records)  # a run of 0.2, which logged no count
 

@@ -177,7 +177,8 @@ def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> Non
 
 
 def test_numbers_that_are_none_cost_their_lines_and_no_traceback(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", [record(step, step_seconds=None) for step in range(2, 21, 2)])
+    records = [record(step, step_seconds=None, skipped_steps=None) for step in range(2, 21, 2)]
+    path = write_run(tmp_path / "run", records)
     good = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])
     with (path / "metrics.jsonl").open("a") as file:
         for key, value in (("transfer", [1.0]), ("bytes", {"gather": [1]}), ("memory_by_rank", {"rss": 1})):

@@ -106,6 +106,8 @@ def disturbed(recipe: str, out: str, slow: Slow, rank: int | None = None) -> Non
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ParallelModel, "step", stepping))
         stack.enter_context(mock.patch.object(ThreadWorker, "submit", slowed))
+        # Ranks that sleep need no cores of their own to be compared.
+        stack.enter_context(mock.patch("thinwire.train.trainer.shares_cores", return_value=False))
         train(run, launched=False)
 
 
