@@ -20,19 +20,27 @@ Record = Mapping[str, Any]
 WARM_UP: Final = 3
 """Number of records at the start that do not count for speed."""
 
-_STEP_NUMBERS: Final = {
-    "step": 0, "samples": 0, "tokens": 0, "loss": 0, "val_loss": 0, "grad_norm": 0, "lr": 0, "skipped": 0,
-    "skipped_steps": 0, "loss_scale": 0, "step_seconds": 0, "tokens_per_second": 0, "tgs": 0, "mfu": 0, "retries": 0,
-    "time": 0, "memory": 1, "exposed": 1, "codec": 1, "transfer": 1, "own": 1, "data_waits": 1, "bytes": 2,
-    "memory_by_rank": 2,
-}  # fmt: skip
-"""Keys of a record whose values are numbers (0), tables of numbers (1), or tables of such tables or of lists (2)."""
+_Levels = tuple[type, ...]
+"""What holds numbers, from outside to inside: ``(dict, list)`` is a table of lists of them, ``()`` a number."""
 
-_START_NUMBERS: Final = {"step": 0, "time": 0, "ranks": 0, "base_memory": 0}
+_STEP_NUMBERS: Final[Mapping[str, _Levels]] = {
+    **dict.fromkeys(
+        (
+            "step", "samples", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped", "skipped_steps",
+            "loss_scale", "step_seconds", "tokens_per_second", "tgs", "mfu", "retries", "time",
+        ), ()
+    ),
+    **dict.fromkeys(("memory", "exposed", "codec", "transfer", "own", "data_waits"), (dict,)),
+    "bytes": (dict, dict),
+    "memory_by_rank": (dict, list),
+}  # fmt: skip
+"""Keys of a record whose values are numbers or hold some."""
+
+_START_NUMBERS: Final[Mapping[str, _Levels]] = dict.fromkeys(("step", "time", "ranks", "base_memory"), ())
 """The same for a line of ``starts.jsonl``."""
 
-_SUMMARY_NUMBERS: Final = dict.fromkeys(
-    ("final_train_loss", "final_val_loss", "unigram_entropy", "tokens_per_second", "steps", "parameters"), 0
+_SUMMARY_NUMBERS: Final[Mapping[str, _Levels]] = dict.fromkeys(
+    ("final_train_loss", "final_val_loss", "unigram_entropy", "tokens_per_second", "steps", "parameters"), ()
 )
 """The same for ``summary.json``."""
 
@@ -55,7 +63,7 @@ class RunRecord:
         failure: Sentence that says why the run failed; ``None`` if it did not.
         traces: Merged traces of its steps.
         profile: Profile from which its plan was chosen; ``None`` without one.
-        expected: What its plan was expected to do; ``None`` if nothing was predicted of this plan.
+        expected: What its plan was expected to do; ``None`` if nothing was predicted of this plan, batch and model.
         race: The race by which its plan was chosen; ``None`` without one.
     """
 
@@ -78,7 +86,7 @@ class RunRecord:
     @property
     def skipped_steps(self) -> int:
         """Number of steps that were skipped because a gradient was not finite."""
-        if self.records and "skipped_steps" in self.records[-1]:
+        if self.records and self.records[-1].get("skipped_steps") is not None:
             return int(self.records[-1]["skipped_steps"])
         return sum(bool(record.get("skipped")) for record in self.records)  # a run of 0.2, which logged no count
 
@@ -124,13 +132,13 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     records = [record for record in records if isinstance(record.get("step"), int)]
     starts, _ = _lines(path / "starts.jsonl", _START_NUMBERS)
     summary = _object(path / "summary.json", _SUMMARY_NUMBERS)
-    command, plan = path / "command.txt", Plan.load(path / "plan.toml")
+    command, plan, recipe = path / "command.txt", Plan.load(path / "plan.toml"), Recipe.load(path / "recipe.toml")
     expected = path / "expected.json"
     known = Expectation.read(expected) if expected.is_file() else None
     return RunRecord(
         name=name or path.resolve().name,
         path=path,
-        recipe=Recipe.load(path / "recipe.toml"),
+        recipe=recipe,
         plan=plan,
         versions=_object(path / "versions.json", {}) or {},
         records=tuple(records),
@@ -141,20 +149,27 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
         failure=_failure(path, starts) if summary is None else None,
         traces=tuple(sorted((path / "traces").glob("step*.json"))),
         profile=path / "profile.json" if (path / "profile.json").is_file() else None,
-        expected=known if known is not None and known.plan == plan.fingerprint() else None,
+        expected=known if known is not None and known.unlike(plan, recipe) is None else None,
         race=_object(path / "race.json", {}),
     )
 
 
 def began(starts: Sequence[Record]) -> int:
     """The step at which the current plan began, given starts from the oldest on: a run may be resumed under another
-    plan, on other ranks."""
+    plan, on other ranks. Starts of 0.2 have no fingerprint of their plan."""
     step = 0
     for start in reversed(starts):
-        if start.get("plan") != starts[-1].get("plan"):
+        key = "fingerprint" if start.get("fingerprint") and starts[-1].get("fingerprint") else "plan"
+        if start.get(key) != starts[-1].get(key):
             break
         step = int(start.get("step") or 0)
     return step
+
+
+def of_plan(run: RunRecord) -> tuple[Record, ...]:
+    """Records of the current plan; all if it has none yet."""
+    before_plan = began(run.starts)
+    return tuple(record for record in run.records if record["step"] > before_plan) or run.records
 
 
 def steps_of(run: RunRecord) -> list[int]:
@@ -174,19 +189,13 @@ def steps_of(run: RunRecord) -> list[int]:
 def steady(run: RunRecord) -> list[tuple[Record, int]]:
     """Records from which to measure a step, each with the number of steps that it covers.
 
-    They belong to the current plan. The first few records, skipped steps, and records after a validation are left out.
-    A record after a validation would include its traffic and its waiting time. A rule that leaves no record is ignored.
+    They belong to the current plan. The first few records and skipped steps are left out. A rule that leaves no record
+    is ignored.
     """
-    before: list[Record | None] = [None, *run.records]
-    triples = [
-        (record, count, previous is not None and previous.get("val_loss") is not None)
-        for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
-        if count > 0
-    ]
+    pairs = [pair for pair in zip(run.records, steps_of(run), strict=True) if pair[1] > 0]
     before_plan = began(run.starts)
-    triples = [triple for triple in triples if triple[0]["step"] > before_plan] or triples
-    warm = [triple for triple in triples[WARM_UP:] if not triple[0].get("skipped")] or triples
-    return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
+    pairs = [pair for pair in pairs if pair[0]["step"] > before_plan] or pairs
+    return [pair for pair in pairs[WARM_UP:] if not pair[0].get("skipped")] or pairs
 
 
 def _no_run(path: Path) -> str:
@@ -197,7 +206,7 @@ def _no_run(path: Path) -> str:
     return f"{path} holds no run of thinwire train, as recipe.toml or plan.toml is missing; {remedy}"
 
 
-def _lines(path: Path, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]], int]:
+def _lines(path: Path, numbers: Mapping[str, _Levels]) -> tuple[list[dict[str, Any]], int]:
     """The JSON objects of a file with one per line, and the number of lines that are none or whose numbers are not."""
     objects, bad = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
@@ -212,22 +221,22 @@ def _lines(path: Path, numbers: Mapping[str, int]) -> tuple[list[dict[str, Any]]
     return objects, bad
 
 
-def _fits(value: Any, numbers: Mapping[str, int]) -> bool:
+def _fits(value: Any, numbers: Mapping[str, _Levels]) -> bool:
     """Whether a value is a JSON object, with numbers where ``numbers`` says so or null."""
     return isinstance(value, dict) and all(
-        _is_numeric(value[key], depth) for key, depth in numbers.items() if value.get(key) is not None
+        _is_numeric(value[key], levels) for key, levels in numbers.items() if value.get(key) is not None
     )
 
 
-def _is_numeric(value: Any, depth: int) -> bool:
-    """Whether a value is a number, or as many levels of tables and lists above numbers that floats hold."""
-    if depth:
-        below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (None,)
-        return all(_is_numeric(one, depth - 1) for one in below)
-    return is_number(value)
+def _is_numeric(value: Any, levels: _Levels) -> bool:
+    """Whether a value is a number, or as many levels of tables or lists of numbers that floats hold."""
+    if not levels:
+        return is_number(value)
+    inside = value.values() if isinstance(value, dict) else value
+    return isinstance(value, levels[0]) and all(_is_numeric(one, levels[1:]) for one in inside)
 
 
-def _object(path: Path, numbers: Mapping[str, int]) -> dict[str, Any] | None:
+def _object(path: Path, numbers: Mapping[str, _Levels]) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

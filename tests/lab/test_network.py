@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.lab import Lab, LabSpec
-from thinwire.train.environment import LAB_HOSTS
+from thinwire.train.environment import HOSTS_ON_CORES, LAB_HOSTS, num_cores
 
 pytestmark = needs_lab
 
@@ -63,6 +63,7 @@ def test_environment_is_what_torchrun_gloo_and_ranks_read(lab: Lab) -> None:
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.77.0.1", "1234")
     assert (variables["PET_NNODES"], variables["PET_NODE_RANK"], variables["PET_NPROC_PER_NODE"]) == ("3", "1", "2")
     assert variables[LAB_HOSTS] == "3"
+    assert variables[HOSTS_ON_CORES] == ("1" if num_cores() >= 3 else "3")
     rank = lab.hosts[1].rank_environment(1)
     assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("3", "1", "6", "2")
 

@@ -57,12 +57,42 @@ def test_figures_are_those_of_a_step(tmp_path: Path) -> None:
     assert numbers["memory_by_rank"] == {"rss": [(300 - rank) << 20 for rank in range(4)]}
 
 
+def test_waiting_is_a_part_of_the_steps_in_which_it_was(tmp_path: Path) -> None:
+    """A few steps that stall are most of the waiting, and of the time."""
+    stalled = {"step_seconds": 4.9, "exposed": {"gather": 2 * 4.8}, "tokens_per_second": 256 / 4.9}
+    numbers = figures(
+        read_run(
+            write_run(
+                tmp_path / "run",
+                [record(step, **stalled) if step % 20 == 0 else record(step) for step in range(2, 87, 2)],
+            )
+        )
+    )  # 40 records after those of the warm-up, 4 of them stalled
+    seconds, waited = 0.9 * 0.1 + 0.1 * 4.9, 0.9 * 0.01 + 0.1 * 4.8
+    assert numbers["step_seconds"] == pytest.approx(seconds)
+    assert numbers["exposed_seconds"] == {"gather": pytest.approx(waited)}
+    assert numbers["exposed_share"] == pytest.approx(waited / seconds)
+    assert numbers["tokens_per_second"] == pytest.approx(256 / seconds)
+
+
 def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(4, per_record=4), record(8), record(12, per_record=4)])
     RunDirectory(path).note_start(6, {"plan": "zero1"})
     assert steps_of(read_run(path)) == [4, 2, 4]
     (path / "starts.jsonl").unlink()
     assert steps_of(read_run(path)) == [2, 4, 4], "without a list of starts the first record is as wide as log_every"
+
+
+@pytest.mark.parametrize("key", ["fingerprint", "plan"])
+def test_figures_are_those_of_the_current_plan(tmp_path: Path, key: str) -> None:
+    slow = [record(step, step_seconds=0.9, memory={"rss": 8 << 30}) for step in range(2, 13, 2)]
+    path = write_run(tmp_path / "run", [*slow, *(record(step) for step in range(14, 25, 2))])
+    plans: list[dict[str, str]] = [{"plan": "zero3"}, {"plan": "zero3"}]  # which says nothing of micro-batches
+    for start, plan, name in zip((0, 12), plans, ("before", "now"), strict=True):
+        RunDirectory(path).note_start(start, {**plan, key: name})
+    numbers = figures(read_run(path))
+    assert numbers["step_seconds"] == pytest.approx(0.1)
+    assert numbers["memory"] == {"rss": 300 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +174,21 @@ def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> Non
         file.write(json.dumps(start) + "\n")
     text = page_of(tmp_path, path).text
     assert "Leaf switches are those of hosts. Hosts in the order of the mesh: a c b." in text
+
+
+def test_numbers_that_are_none_cost_their_lines_and_no_traceback(tmp_path: Path) -> None:
+    records = [record(step, step_seconds=None, skipped_steps=None) for step in range(2, 21, 2)]
+    path = write_run(tmp_path / "run", records)
+    good = json.loads((path / "metrics.jsonl").read_text().splitlines()[0])
+    with (path / "metrics.jsonl").open("a") as file:
+        for key, value in (("transfer", [1.0]), ("bytes", {"gather": [1]}), ("memory_by_rank", {"rss": 1})):
+            file.write(json.dumps({**good, "step": 22, key: value}) + "\n")
+    RunDirectory(path).note_start(6, {"plan": "zero1", "time": 1e18})
+    result = report(path, "--json")
+    assert result.exit_code == 0, result.output
+    (numbers,) = json.loads(result.stdout)["runs"]
+    assert (numbers["step_seconds"], numbers["unreadable_lines"]) == (None, 3)
+    assert "Started again after step 6 at an unknown time" in Page(path / "report" / "index.html").text
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tests.support.alone import Alone
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.checkpoint.store import write
 from thinwire.errors import CheckpointError, UsageError
+from thinwire.spec.expectation import Expectation
 from thinwire.spec.models.huggingface import tagged
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
@@ -268,14 +269,19 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
     first, second = (Plan.preset(name, nodes=1, local=1) for name in ("ddp", "zero3"))
-    directory.open(recipe, first, {"thinwire": "1"}, command="first")
+    expected, other = (
+        Expectation(plan=plan.fingerprint(), model="m", seq=8, tokens_per_step=8, rests_on="measured", figures=())
+        for plan in (first, second)
+    )
+    directory.open(recipe, first, {"thinwire": "1"}, command="first", expected=expected)
     directory.note_start(0, {})
     directory.picture.write_bytes(b"png")
     before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
 
     def fail(*, begun: bool) -> None:
         with directory.unless_refused():
-            directory.open(recipe.with_(train={"steps": 2}), second, {"thinwire": "2"}, command="second")
+            changed = recipe.with_(train={"steps": 2})
+            directory.open(changed, second, {"thinwire": "2"}, command="second", expected=other)
             assert Plan.load(directory.plan) == second
             if begun:
                 directory.note_start(1, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ import thinwire as tw
 from thinwire.cli.terminal.summary import summary_table
 from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError, UsageError
+from thinwire.program import Lane, Scope
 from thinwire.record import read_run
+from thinwire.sharding import api
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -206,6 +209,38 @@ def test_validation_is_a_mean_over_tokens_and_repeats(tmp_path: Path) -> None:
         expected = float(trainer.model._mean_loss(batch.input_ids, batch.labels))
     assert first == pytest.approx(expected, rel=1e-5)
     assert all(chunk.training for chunk in trainer.model.chunks)
+
+
+def test_a_step_has_the_exchange_between_steps_and_nothing_of_validations_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, "train.log_every=1")
+    sharded, evaluate = api.runtime(trainer.model.chunks[0]).sharded, trainer.model.evaluate
+    exchange, aside = trainer.updates.exchange, 0.5
+
+    def evaluated(batch: Any) -> torch.Tensor:
+        time.sleep(aside)
+        sharded.meter.add(Lane.GATHER, Scope.ACROSS, 1000)
+        sharded.meter.add(Lane.OUTER, Scope.ACROSS, 10)
+        return evaluate(batch)
+
+    def exchanged(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return exchange(*arguments)
+
+    monkeypatch.setattr(trainer.model, "evaluate", evaluated)
+    monkeypatch.setattr(trainer.updates, "exchange", exchanged)
+    trainer.step(wants_stop=False)
+    sharded.meter.add(Lane.GATHER, Scope.ACROSS, 1)  # under way when the step ended
+    trainer.validate()
+    trainer.save()
+    record = trainer.step(wants_stop=False).record
+    assert record is not None
+    assert 0.1 <= record.step_seconds < aside
+    assert record.exposed["control"] >= 0.1
+    assert record.own["median"] <= record.step_seconds - 0.1
+    assert record.sent["gather"]["across"] == 1
+    assert record.sent["outer"]["across"] % 10 == 0 < record.sent["outer"]["across"], "islands exchange meanwhile"
 
 
 def losses(trainer: Trainer, number: int) -> list[float | None]:

@@ -15,12 +15,14 @@ MASTER_PORT: Final = 29_500
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a lab, with a name that every host can resolve."""
+    """One host of a lab, with a name that every host can resolve; ``on_cores`` hosts run on its cores, this one among
+    them."""
 
     index: int
     name: str
     address: str
     spec: LabSpec
+    on_cores: int
     _prefix: tuple[str, ...] = field(repr=False)
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -54,6 +56,7 @@ class Host:
             "PET_LOCAL_ADDR": self.address,
             # All hosts share this machine's memory: what a rank may use is less than its share of a host.
             "THINWIRE_LAB_HOSTS": str(spec.nodes),
+            "THINWIRE_LAB_HOSTS_ON_CORES": str(self.on_cores),
         }
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:

@@ -142,7 +142,14 @@ class Lab:
         namespaces.perform(steps)
         cores = share_cores(sorted(os.sched_getaffinity(0)), spec.nodes)
         self.hosts = tuple(
-            Host(node, name, network.address(node), spec, tuple(namespaces.enter(node, cores[node])))
+            Host(
+                node,
+                name,
+                network.address(node),
+                spec,
+                cores.count(cores[node]),
+                tuple(namespaces.enter(node, cores[node])),
+            )
             for node, name in enumerate(names)
         )
         self.shape(spec.bandwidth, spec.latency, spec.loss)

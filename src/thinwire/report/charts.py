@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import RunRecord, steady
+from thinwire.record import RunRecord, of_plan, steady
 from thinwire.report.drawing import (
     KIND_HUES,
     WIDE,
@@ -146,11 +146,11 @@ def _gradient(run: RunRecord) -> Chart | None:
 
 def _throughput(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     speeds, seq = points_of(run, "tokens_per_second"), run.recipe.train.seq
-    if not speeds:
+    if not speeds or numbers["tokens_per_second"] is None:
         return None
     figure, axes = new_axes()
     axes.plot(*columns_of(thinned(speeds)), color=light("green"), linewidth=1.2)
-    axes.axhline(numbers["tokens_per_second"], color=light("grey"), linestyle="--", linewidth=1, label="median")
+    axes.axhline(numbers["tokens_per_second"], color=light("grey"), linestyle="--", linewidth=1, label="mean")
     axes.set_ylim(bottom=0)
     mark_restarts(axes, run)
     dress(axes, "step", "tokens/s")
@@ -168,14 +168,14 @@ def _throughput(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     right.spines["right"].set_color(light("line"))
     caption = (
         f"All ranks together, without validation and saving; a sample is a sequence of {seq} tokens. "
-        f"The median is {numbers['tokens_per_second']:,.0f} tokens/s."
+        f"The mean is {numbers['tokens_per_second']:,.0f} tokens/s."
     )
     return Chart("throughput", "Throughput", caption, figure)
 
 
 def _mfu(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     points = [(step, 100 * share) for step, share in points_of(run, "mfu")]
-    if not points:
+    if not points or numbers["mfu"] is None:
         return None
     figure, axes = new_axes()
     axes.plot(*columns_of(thinned(points)), color=light("teal"), linewidth=1.2)
@@ -183,7 +183,7 @@ def _mfu(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     dress(axes, "step", "% of peak")
     caption = (
         "Model FLOP utilisation: what the model's arithmetic needs (attention not halved, recomputation not counted) "
-        f"over what the devices could do. The median is {100 * numbers['mfu']:.2f} %."
+        f"over what the devices could do. The mean is {100 * numbers['mfu']:.2f} %."
     )
     return Chart("mfu", "Model FLOP utilisation", caption, figure)
 
@@ -265,7 +265,7 @@ def _bytes(numbers: Mapping[str, Any]) -> Chart | None:
 
 def _memory(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     over_time = {
-        kind: [(r["step"], (r.get("memory") or {})[kind]) for r in run.records if kind in (r.get("memory") or {})]
+        kind: [(r["step"], (r.get("memory") or {})[kind]) for r in of_plan(run) if kind in (r.get("memory") or {})]
         for kind in numbers["memory"]
     }
     if not over_time:

@@ -74,8 +74,8 @@ def _steps(pairs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> Chart:
         rest = max(0.0, 1e3 * (numbers["step_seconds"] or 0.0) - sum(exposed.values()))
         return {"computation and the rest": rest, **{f"waiting for {kind}": ms for kind, ms in exposed.items()}}
 
-    figure = _stacked([run.name for run, _ in pairs], [parts(numbers) for _, numbers in pairs], "ms of a step, median")
-    caption = "Time of a step: computation and the rest, and what computation waits for, mean over ranks."
+    figure = _stacked([run.name for run, _ in pairs], [parts(numbers) for _, numbers in pairs], "ms of a step, mean")
+    caption = "Time of a step: computation and the rest, and what computation waits for, mean over ranks and steps."
     return Chart("compared-step", "Time of a step", caption, figure)
 
 

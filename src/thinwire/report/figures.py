@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import Record, RunRecord, steady
+from thinwire.record import Record, RunRecord, of_plan, steady
 
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
@@ -19,8 +19,10 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
     """The figures of a report, in seconds, bytes and nats per token; ``None`` for what the run has not measured."""
     pairs = steady(run)
     num_steps = sum(count for _, count in pairs)
-    step_seconds = _median(record.get("step_seconds") for record, _ in pairs)
-    tokens = _median(record.get("tokens_per_second") for record, _ in pairs)
+    # Means, as parts have to add up to a step: of the median, they may be more than all.
+    step_seconds = _mean((record.get("step_seconds"), count) for record, count in pairs)
+    timed = [(record, count * (record.get("step_seconds") or 0.0)) for record, count in pairs]
+    tokens = _mean((record.get("tokens_per_second"), seconds) for record, seconds in timed)
     exposed = _rates(pairs, "exposed", num_steps)
     validated = [(r["val_loss"], r["step"]) for r in run.records if r.get("val_loss") is not None]
     trained = [record["loss"] for record in run.records if record.get("loss") is not None]
@@ -43,13 +45,13 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
         "step_seconds": step_seconds,
         "tokens_per_second": tokens,
         "samples_per_second": None if tokens is None else tokens / run.recipe.train.seq,
-        "mfu": _median(record.get("mfu") for record, _ in pairs),
+        "mfu": _mean((record.get("mfu"), seconds) for record, seconds in timed),
         "exposed_seconds": exposed,
         "exposed_share": sum(exposed.values()) / step_seconds if step_seconds else None,
         "codec_seconds": _rates(pairs, "codec", num_steps),
         "bytes_per_step": _bytes(pairs, num_steps),
-        "memory": _most(record.get("memory") or {} for record in run.records),
-        "memory_by_rank": _memory_by_rank(run.records),
+        "memory": _most(record.get("memory") or {} for record in of_plan(run)),
+        "memory_by_rank": _memory_by_rank(of_plan(run)),
         "skipped_steps": run.skipped_steps,
         "loss_scale": run.records[-1].get("loss_scale") if run.records else None,
         "starts": [dict(start) for start in run.starts],
@@ -84,9 +86,9 @@ def smoothed(points: Sequence[tuple[float, float]], keep: float = 0.9) -> list[t
     return result
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
+    known = [(value, weight) for value, weight in weighted if value is not None and weight]
+    return sum(value * weight for value, weight in known) / sum(weight for _, weight in known) if known else None
 
 
 def _rates(pairs: Sequence[tuple[Record, int]], what: str, num_steps: int) -> dict[str, float]:

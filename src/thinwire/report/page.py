@@ -209,9 +209,9 @@ def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, s
     tiles = [
         ("validation loss", _number(numbers["final_val_loss"], ".4f"), best),
         ("training loss", _number(numbers["final_train_loss"], ".4f"), f"after {numbers['steps']:,} steps"),
-        ("throughput", _number(numbers["tokens_per_second"], ",.0f"), "tokens/s, median"),
-        ("time of a step", _duration(numbers["step_seconds"]), "median"),
-        ("MFU", _percent(numbers["mfu"]), "median"),
+        ("throughput", _number(numbers["tokens_per_second"], ",.0f"), "tokens/s, mean"),
+        ("time of a step", _duration(numbers["step_seconds"]), "mean"),
+        ("MFU", _percent(numbers["mfu"]), "mean"),
         ("exposed communication", _percent(numbers["exposed_share"]), "of a step"),
         ("across nodes", format_bytes(across / world), "per rank and step"),
         ("memory", format_bytes(max(numbers["memory"].values(), default=0)), "of the rank that uses most"),
@@ -257,7 +257,10 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
 
 
 def _start_note(start: Mapping[str, Any]) -> str:
-    when = datetime.datetime.fromtimestamp(float(start.get("time", 0)), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        when = datetime.datetime.fromtimestamp(float(start["time"]), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (KeyError, TypeError, OverflowError, OSError, ValueError):  # no number of seconds since 1970 in a calendar
+        when = "an unknown time"
     return f"Started again after step {start.get('step', 0)} at {when} under {start.get('plan', 'an unknown plan')}."
 
 

@@ -9,6 +9,9 @@ from pydantic import Field
 
 from thinwire.spec.base import Count, Spec
 from thinwire.spec.machines.measured import JsonSpec
+from thinwire.spec.models.model import ModelSpec
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
 
 Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
@@ -34,6 +37,19 @@ class Expectation(JsonSpec):
     tokens_per_step: Count = Field(description="tokens of a step over all ranks")
     rests_on: str = Field(description="what the prediction of the step rests on")
     figures: tuple[Figure, ...] = Field(description="the figures")
+
+    def unlike(self, plan: Plan, recipe: Recipe) -> str | None:
+        """What a run has otherwise than was expected, in words; ``None`` if the figures are about its steps."""
+        seq, preset = recipe.train.seq, recipe.model.preset
+        tokens = plan.samplers * plan.micro_batch * plan.micro_batches * seq
+        if self.plan != plan.fingerprint():
+            return "the recipe or --set changes the plan"
+        if preset not in (None, self.model) and self.model in ModelSpec.preset_names():
+            return f"it is about {self.model}, and model.preset is {preset}"
+        if (self.seq, self.tokens_per_step) != (seq, tokens):
+            made, is_now = f"{self.tokens_per_step:,} tokens in sequences of {self.seq:,}", f"{tokens:,} of {seq:,}"
+            return f"it is about steps of {made}, and those of this run have {is_now}"
+        return None
 
     @staticmethod
     def beside(plan: Path) -> Path:

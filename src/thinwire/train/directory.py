@@ -182,6 +182,7 @@ class RunDirectory:
             self.command,
             self.profile,
             self.race,
+            self.expected,
             self.picture,
         )
         before = {path: path.read_bytes() for path in described if path.is_file()}

@@ -30,6 +30,9 @@ Demand = Literal["auto", "cpu", "cuda"]
 LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 """Environment variable: hosts of a lab, which all share this machine."""
 
+HOSTS_ON_CORES: Final = "THINWIRE_LAB_HOSTS_ON_CORES"
+"""Environment variable: those of them that run on the cores of this host; 1 if it has cores of its own."""
+
 
 @dataclass(frozen=True)
 class Started:
@@ -154,8 +157,8 @@ def num_cores() -> int:
 
 
 def shares_cores(device: torch.device) -> bool:
-    """Whether ranks that compute on this host's processor are more than its cores."""
-    return device.type == "cpu" and ranks_of_machine() > num_cores()
+    """Whether the ranks that compute on this host's cores are more than the cores."""
+    return device.type == "cpu" and ranks_of_host() * int(os.environ.get(HOSTS_ON_CORES, "1")) > num_cores()
 
 
 def resolve_mesh(template: PlanTemplate, ranks: Started | None, num_gpus: int) -> Factor:

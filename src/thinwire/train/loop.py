@@ -152,7 +152,8 @@ def _place(trainer: Trainer) -> dict[str, object]:
     """The host, device and plan of a start, and the hosts in the order of the mesh if a topology has ordered them."""
     device, plan, ordered = trainer.device, trainer.run.plan, trainer.ordered
     name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks, "plan": plan.describe()}
+    place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks}
+    place |= {"plan": plan.describe(), "fingerprint": plan.fingerprint()}
     return {**place, **({"hosts": ordered.hosts, "order": ordered.sentence} if ordered.sentence else {})}
 
 
@@ -180,11 +181,13 @@ def _steps(
     )
     while position.step < steps:
         reason = stop.reason
-        tracer.begin(position.step + 1)
+        with trainer.step_meter.paused():
+            tracer.begin(position.step + 1)
         record, stopping, save_failed = trainer.step(reason is not None)
         if publisher is not None:
             publisher.step()
-        traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
+        with trainer.step_meter.paused():
+            traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
         if traced is not None:
             progress.note(traced)
         if trainer.validates:

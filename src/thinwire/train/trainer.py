@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.allocator import AllocatorWatch
 from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.links import LinkMeter, LinkPace, meet
-from thinwire.train.observing.measure import pack, unpack
+from thinwire.train.observing.measure import StepMeter, unpack
 from thinwire.train.observing.metrics import StepRecord, finite, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
 from thinwire.train.observing.replicas import ReplicaChecks
@@ -92,6 +91,7 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    step_meter: StepMeter
     meter: LinkMeter
     link_pace: LinkPace
     allocators: AllocatorWatch
@@ -140,7 +140,7 @@ class Trainer:
                 steps, or skips too many in a row. A gradient that overflows because of the loss scale is skipped
                 until the scale is at its floor.
         """
-        started = time.perf_counter()
+        self.step_meter.begin()
         self._make_step()
         if self.position.step == self.run.recipe.train.steps:
             self.model.join_islands()
@@ -148,19 +148,17 @@ class Trainer:
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
-        seconds = time.perf_counter() - started
+        seconds = self.step_meter.end()
         self.recent, self.total = self.recent.plus(seconds), self.total.plus(seconds)
-        world = self.ranks.size
         words = []
         if logged:
-            rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
-            words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-            words = [*self.meter.take(), *words, *self._ahead.take_waits()]
+            words = [*self.meter.take(), *self.step_meter.pack(self.recent.seconds), *self._ahead.take_waits()]
         failed = self._pending is not None and self._pending.failed
         together = logged or self.saves or self.run.plan.job_islands == 1
-        losses, (stop, failure, *rest) = self.updates.exchange(
-            due, [float(wants_stop), float(failed), *words], None if together else self.island
-        )
+        with self.step_meter.exchanging():
+            losses, (stop, failure, *rest) = self.updates.exchange(
+                due, [float(wants_stop), float(failed), *words], None if together else self.island
+            )
         if not together:  # the other islands have not heard of it
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
@@ -179,16 +177,17 @@ class Trainer:
             rank=self.model.grid.sampler,
             world=self.run.plan.job_mesh.ranks // self.run.plan.cp,
         )
-        self.model.train(False)
-        with contextlib.nullcontext() if self.average is None else self.average.applied():
-            for batch in batches:
-                counted = int((batch.labels != IGNORED).sum())
-                loss = float(self.model.evaluate(batch))
-                if counted and self.model.knows_loss:
-                    total += loss * counted
-                    num_labels += counted
-        self.model.train()
-        mean_total, mean_labels = self.ranks.all_reduce_mean([total, float(num_labels)])
+        with self.step_meter.aside():
+            self.model.train(False)
+            with contextlib.nullcontext() if self.average is None else self.average.applied():
+                for batch in batches:
+                    counted = int((batch.labels != IGNORED).sum())
+                    loss = float(self.model.evaluate(batch))
+                    if counted and self.model.knows_loss:
+                        total += loss * counted
+                        num_labels += counted
+            self.model.train()
+            mean_total, mean_labels = self.ranks.all_reduce_mean([total, float(num_labels)])
         self.position.val_loss = mean_total / mean_labels
         return self.position.val_loss
 
@@ -200,6 +199,10 @@ class Trainer:
         Raises:
             CheckpointError: On every rank, if this save or one that is under way fails.
         """
+        with self.step_meter.aside():
+            return self._save(waits)
+
+    def _save(self, waits: bool) -> Path:
         scale = self.optimizer.loss_scale
         counted = [float(self.position.skipped), 0.0 if scale is None else scale.value]  # by each island for itself
         _, (skipped, scaled) = self.updates.exchange(self.updates.take(keep_newest=False), counted)
@@ -227,7 +230,8 @@ class Trainer:
             CheckpointError: On every rank, if it could not be written.
         """
         self._pending = None
-        finish_save()
+        with self.step_meter.paused():
+            finish_save()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Continue from a checkpoint. Returns a sentence about the loss scale if only the checkpoint or only this run
@@ -352,7 +356,7 @@ class Trainer:
             exposed=measured.exposed,
             codec=measured.codec,
             transfer=measured.transfer,
-            own=summarized(own),
+            own=summarized(own, comparable=self.pace is not None),
             data_waits=waits._asdict(),
             exchanges=self.watch.take_exchanges(),
             slow=None if self.pace is None else self.pace.add(own, self.recent.seconds),
@@ -409,6 +413,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=_pace(plan, hosts, device),
+        step_meter=StepMeter(parallel, control(), device, run.node_ranks),
         meter=LinkMeter(places),
         link_pace=LinkPace(places.names),
         allocators=AllocatorWatch(hosts),

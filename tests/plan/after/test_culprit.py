@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 import thinwire.plan as planner
 from thinwire.cli.main import app
 from thinwire.parallel import ParallelModel
-from thinwire.plan.after.culprit import slow_stretch
+from thinwire.plan.after.culprit import measured_parts, slow_stretch
 from thinwire.record import read_run
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
 from thinwire.sharding.lanes.worker import Body, Ticket
@@ -105,6 +106,8 @@ def disturbed(recipe: str, out: str, slow: Slow, rank: int | None = None) -> Non
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ParallelModel, "step", stepping))
         stack.enter_context(mock.patch.object(ThreadWorker, "submit", slowed))
+        # Ranks that sleep need no cores of their own to be compared.
+        stack.enter_context(mock.patch("thinwire.train.trainer.shares_cores", return_value=False))
         train(run, launched=False)
 
 
@@ -147,6 +150,25 @@ def test_a_slow_rank_is_named_and_not_the_transfers_that_wait_for_it(recipe: Pat
     assert (named.part, named.rank) == ("the slowest rank", 2)
     assert named.measured > SLEEP / 2
     assert "thinwire kernels" in named.command
+
+
+def noisy(number: int, spread: float, slow: range = range(0)) -> tuple[int, int] | None:
+    """The stretch that is named where seconds are noise, and twice as many in some records."""
+    chance = random.Random(number)
+    return stretch(*(chance.lognormvariate(0, spread) * (2 if at in slow else 1) for at in range(200)))
+
+
+def test_noise_is_no_stretch_and_hides_none() -> None:
+    assert [noisy(number, 0.3) for number in range(10)] == [None] * 10
+    for number in range(5):
+        named = noisy(number, 0.2, range(100, 120))
+        assert named is not None
+        assert abs(named[0] - 100) + abs(named[1] - 119) <= 6
+
+
+def test_a_rank_is_named_by_several_records_only() -> None:
+    rows = [({"own": {"median": 1.0, "slowest": 2.0, "rank": 1}}, 1)] * 5
+    assert [measured_parts(rows[:number], 2)["the slowest rank"] for number in (4, 5)] == [0.0, 1.0]
 
 
 def stretch(*seconds: float) -> tuple[int, int] | None:

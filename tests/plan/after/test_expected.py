@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,27 @@ def test_what_was_expected_of_another_plan_is_not_kept(tmp_path: Path) -> None:
     said = train(tmp_path, "run", "--plan", str(out), "--set", "plan.bucket_bytes=123456")
     assert "what the plan file was expected to do is not kept" in said
     assert read_run(tmp_path / "run").expected is None
+
+
+def test_what_was_expected_of_other_steps_is_not_this_runs(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    tokens = run.plan.samplers * run.plan.micro_batch * run.plan.micro_batches * 32
+    made = Expectation(
+        plan=run.plan.fingerprint(), model="small", seq=32, tokens_per_step=tokens, rests_on="measured", figures=()
+    )
+    llama = run.recipe.with_(model={"preset": "llama-7b"})
+    assert made.unlike(run.plan, run.recipe) is made.unlike(run.plan, llama) is None, "a file may have any name"
+    for other, recipe, words in (
+        (made.with_(seq=64), run.recipe, f"steps of {tokens} tokens in sequences of 64, and .* have {tokens} of 32"),
+        (made.with_(tokens_per_step=7), run.recipe, "about steps of 7 tokens"),
+        (made.with_(model="llama-13b"), llama, "about llama-13b, and model.preset is llama-7b"),
+        (made.with_(plan="0"), run.recipe, "changes the plan"),
+    ):
+        assert re.search(words, other.unlike(run.plan, recipe) or "")
+    for seq, known in ((32, True), (64, False)):
+        other = made.with_(seq=seq)
+        (tmp_path / "run" / "expected.json").write_text(other.to_json())
+        assert (read_run(tmp_path / "run").expected is not None) == known
 
 
 def test_what_is_expected_fits_the_step_that_is_predicted() -> None:

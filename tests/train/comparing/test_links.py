@@ -46,6 +46,14 @@ def test_a_slow_path_is_told_from_a_slow_link() -> None:
     assert said[0].startswith("the path from c (3) to d (4) is slow")
 
 
+def test_the_speed_is_that_of_the_link_that_is_named() -> None:
+    """Not that of a host that sends slowly to one that takes fast, nor 0 of a host that only receives."""
+    fast, slow = (100e6, 1.0, 100e6, 1.0), (50e6, 1.0, 50e6, 1.0)
+    pace, record = LinkPace(HOSTS), (*fast, *slow, 0.0, 0.0, 100e6, 1.0, 20e6, 1.0, 100e6, 1.0)
+    (said,) = [text for _ in range(20) if (text := pace.add(record, 1.0))]
+    assert said.startswith("the link of b (2) is slow: data crosses it at 400 Mbit/s")
+
+
 def test_a_moment_of_slowness_names_no_link() -> None:
     pace = LinkPace(HOSTS)
     sound, slow = words(4, {}, 10e6, ring=True), words(4, {(2, 3): 1e6}, 10e6, ring=True)

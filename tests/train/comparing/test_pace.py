@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from thinwire.plan.after.culprit import measured_parts
 from thinwire.train.observing.pace import RECORDS, Pace, summarized
 
 HOSTS = ("a", "a", "b", "b")
@@ -51,5 +52,19 @@ def test_one_of_two_can_be_slow() -> None:
     assert len(said(Pace(("a", "b")), 2.0, 1.0)) == 1
 
 
+def test_others_may_do_nothing_but_wait() -> None:
+    (first,) = said(Pace(("a", "b")), 0.5, 0.0)
+    assert first.endswith("of its own work and the others 0 s in the median; all wait for it")
+
+
 def test_a_record_keeps_the_slowest() -> None:
-    assert summarized([1.0, 3.0, 2.0]) == {"median": 2.0, "slowest": 3.0, "rank": 1}
+    assert summarized([1.0, 3.0, 2.0], comparable=True) == {"median": 2.0, "slowest": 3.0, "rank": 1}
+
+
+def test_a_record_names_no_rank_where_ranks_cannot_be_compared() -> None:
+    """Nor does the report then, which takes no lag of a rank out of transfers."""
+    own = summarized([1.0, 3.0, 2.0], comparable=False)
+    assert own == {"median": 2.0, "slowest": 3.0}
+    rows = [({"step": step, "step_seconds": 3.0, "own": own, "transfer": {"sync": 2.0}}, 1) for step in range(1, 9)]
+    found = measured_parts(rows, 3)
+    assert (found["the slowest rank"], found["transfers of sync"]) == (0.0, 2.0)

@@ -8,7 +8,7 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece
 from thinwire.spec import Factor, ModelSpec
-from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
+from thinwire.train.environment import HOSTS_ON_CORES, LAB_HOSTS, num_cores, shares_cores
 from thinwire.train.measuring.pieces import pieces
 from thinwire.train.measuring.room import measure_room, rank_memory
 
@@ -59,9 +59,9 @@ def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch
 
 def test_ranks_share_cores_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cores = torch.device("cpu"), num_cores()
-    monkeypatch.delenv(LAB_HOSTS, raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
-    assert not shares_cores(cpu)
     monkeypatch.setenv(LAB_HOSTS, "2")
-    assert shares_cores(cpu)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    for hosts, shared in (("1", False), ("2", True)):
+        monkeypatch.setenv(HOSTS_ON_CORES, hosts)
+        assert shares_cores(cpu) == shared
     assert not shares_cores(torch.device("cuda"))

@@ -169,10 +169,10 @@ def _choose_plan(
         for option, value in (("--profile", options.profile), ("--codecs", options.codecs)):
             if value is not None:
                 raise UsageError(f"{option} {value} requires --plan auto")
-        if expected is None or expected.plan == run.plan.fingerprint():
+        unlike = None if expected is None else expected.unlike(run.plan, run.recipe)
+        if unlike is None:
             return run, {"expected": expected}
-        line = "what the plan file was expected to do is not kept, as the recipe or --set changes the plan"
-        say(console, line)
+        say(console, f"what the plan file was expected to do is not kept, as {unlike}")
         return run, {}
     continued = run.resume or _restarted()
     before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None

@@ -9,9 +9,10 @@ is compared with the rest of the run, which is a better measure than any predict
 from __future__ import annotations
 
 import dataclasses
+import random
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,8 +24,12 @@ from thinwire.units import format_duration
 
 SLOWER: Final = 1.2
 """Factor by which the steps of a stretch take longer than the others, in the median, to be called slow."""
-FEWEST: Final = 3
-"""Records of a stretch at least."""
+FEWEST: Final = 5
+"""Records at least, of a stretch and to name a rank: of fewer, one rank is often the slowest by chance."""
+_ORDERS: Final = 99
+"""Other orders of the records in which no stretch may lose as much."""
+_LOST: Final = 0.02
+"""Share of a run's seconds below which what a stretch has lost is not worth a sentence."""
 _MOST: Final = 0.8
 """Share of the records of a stretch at most: otherwise the run was slow as a whole."""
 _SAME_RANK: Final = 0.6
@@ -64,7 +69,9 @@ def culprit(run: RunRecord, comparison: RunComparison | None) -> Culprit | None:
     Without a comparison of what was expected with what was measured, only a slow stretch of the run has a part to name.
     ``None`` if all parts are as expected, within a twentieth of the step.
     """
-    rows, ranks = steady(run), run.plan.ranks
+    rows, ranks = [row for row in steady(run) if row[0].get("step_seconds") is not None], run.plan.ranks
+    if not rows:
+        return None
     stretch = _stretch(rows, comparison, ranks)
     steps: tuple[int, int] | None = None
     if stretch is not None:
@@ -108,7 +115,8 @@ def _stretch(rows: Rows, comparison: RunComparison | None, ranks: int) -> tuple[
 
 
 def slow_stretch(rows: Rows) -> tuple[int, int] | None:
-    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow."""
+    """The records, first and last, of the stretch of a run whose steps lose the most time; ``None`` if none is slow, or
+    if the records in another order have a stretch that loses as much: then it is noise."""
     seconds = [float(record["step_seconds"]) for record, _ in rows]
     if len(seconds) < 2 * FEWEST:
         return None
@@ -116,20 +124,28 @@ def slow_stretch(rows: Rows) -> tuple[int, int] | None:
     usual, slow = quantiles[4], quantiles[-1]  # a single hiccup counts no more than a slow step
     between = max((usual + slow) / 2, (1 + SLOWER) / 2 * usual)
     lost = [min(taken, slow) - between for taken in seconds]
-    best, total, begin, found = 0.0, 0.0, 0, None
+    most, first, last = _worst(lost)
+    inside, outside = seconds[first : last + 1], seconds[:first] + seconds[last + 1 :]
+    if not FEWEST <= len(inside) <= _MOST * len(seconds):
+        return None
+    took, usual = statistics.median(inside), statistics.median(outside)
+    if took < SLOWER * usual or (took - usual) * len(inside) < _LOST * sum(seconds):
+        return None
+    orders = random.Random(0)
+    by_chance = any(_worst(orders.sample(lost, len(lost)))[0] >= most for _ in range(_ORDERS))
+    return None if by_chance else (first, last)
+
+
+def _worst(lost: Sequence[float]) -> tuple[float, int, int]:
+    """The greatest sum of neighbours, above 0 if any is, and the first and last of them."""
+    best, total, begin = (0.0, 0, -1), 0.0, 0
     for index, amount in enumerate(lost):
         if total <= 0:
             total, begin = 0.0, index
         total += amount
-        if total > best:
-            best, found = total, (begin, index)
-    if found is None:
-        return None
-    first, last = found
-    inside, outside = seconds[first : last + 1], seconds[:first] + seconds[last + 1 :]
-    if not FEWEST <= len(inside) <= _MOST * len(seconds):
-        return None
-    return found if statistics.median(inside) >= SLOWER * statistics.median(outside) else None
+        if total > best[0]:
+            best = total, begin, index
+    return best
 
 
 def measured_parts(rows: Rows, ranks: int) -> dict[str, float]:
@@ -157,10 +173,10 @@ def _median(name: str, rows: Rows, ranks: int) -> float:
 def _slowest(rows: Rows) -> int | None:
     """The rank that is the slowest in most records, if one is."""
     counted = Counter(own["rank"] for own in _own(rows))
-    if not counted:
+    if counted.total() < FEWEST:
         return None
     (rank, times), *_ = counted.most_common(1)
-    return int(rank) if times >= _SAME_RANK * sum(counted.values()) else None
+    return int(rank) if times >= _SAME_RANK * counted.total() else None
 
 
 def _lag(rows: Rows) -> float:
@@ -171,7 +187,7 @@ def _lag(rows: Rows) -> float:
 
 
 def _own(rows: Rows) -> list[Mapping[str, float]]:
-    """Seconds that ranks spent on their own work, of the records that have them."""
+    """Seconds that ranks spent on their own work, of the records that have them, and whose ranks can be compared."""
     found = [record.get("own") or {} for record, _ in rows]
     return [own for own in found if {"median", "slowest", "rank"} <= set(own)]
 

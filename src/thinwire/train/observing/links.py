@@ -182,7 +182,7 @@ class LinkPace:
         )
         self._best = max(self._best, *out, *into)
         busy = statistics.median(share for _, share in self._records)
-        slow = self._culprit(out, into) if busy >= _BUSY else None
+        slow, speed = self._culprit(out, into) if busy >= _BUSY else (None, 0.0)
         self._named, self._times = slow, self._times + 1 if slow == self._named else 1
         if slow == self._slow or self._times < AGREEING:
             return None
@@ -190,23 +190,22 @@ class LinkPace:
         self._records.clear()
         if slow is None:
             return f"{before} is as fast as before again"
-        speed = min(*out, *into)
         return (
             f"{slow} is slow: data crosses it at {format_bandwidth(8 * speed)} while it is under way, and at "
             f"{format_bandwidth(8 * self._best)} where it is fastest; all wait for it"
         )
 
-    def _culprit(self, out: Sequence[float], into: Sequence[float]) -> str | None:
-        """The slow link in words; ``None`` if all are about as fast as the best."""
+    def _culprit(self, out: Sequence[float], into: Sequence[float]) -> tuple[str | None, float]:
+        """The slow link in words, and its bytes a second; ``None`` if all are about as fast as the best."""
         limit = self._best / SLOWER
-        sends = {place for place, speed in enumerate(out) if 0 < speed < limit}
-        takes = {place for place, speed in enumerate(into) if 0 < speed < limit}
+        sends = {place: speed for place, speed in enumerate(out) if 0 < speed < limit}
+        takes = {place: speed for place, speed in enumerate(into) if 0 < speed < limit}
         if len(self._names) == 2 and sends | takes:
-            return f"the link between {self._names[0]} and {self._names[1]}"
-        if both := sends & takes:
+            return f"the link between {self._names[0]} and {self._names[1]}", min([*sends.values(), *takes.values()])
+        if both := sends.keys() & takes.keys():
             worst = min(both, key=lambda place: 1 / (1 / out[place] + 1 / into[place]))
-            return f"the link of {self._names[worst]}"
+            return f"the link of {self._names[worst]}", min(out[worst], into[worst])
         if sends and takes:
             first, last = min(sends, key=out.__getitem__), min(takes, key=into.__getitem__)
-            return f"the path from {self._names[first]} to {self._names[last]}"
-        return None
+            return f"the path from {self._names[first]} to {self._names[last]}", min(sends[first], takes[last])
+        return None, 0.0

@@ -60,7 +60,8 @@ class StepRecord:
         skipped: Whether the update was skipped because a gradient was not finite.
         skipped_steps: Number of updates of the run that were skipped, including this one.
         loss_scale: Factor of the loss in this step's backward; ``None`` if the plan has no float16 gradients.
-        step_seconds: Wall time of the step in seconds, without validation and saving.
+        step_seconds: Wall time of the step in seconds, with the exchange of losses before it, without validation and
+            saving.
         tokens_per_second: Tokens per second over all ranks.
         tgs: Tokens per second and device.
         mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
@@ -73,7 +74,7 @@ class StepRecord:
         transfer: Seconds that transfers took since the last record, by kind, mean over ranks; waiting for peers is part
             of them.
         own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
-            ``slowest`` with its ``rank``.
+            ``slowest`` with its ``rank``, which is left out where ranks cannot be compared.
         data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
         exchanges: Exchanges of elastic islands since the last record: ``step``, the updates ``made`` for it, the

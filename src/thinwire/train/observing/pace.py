@@ -61,9 +61,10 @@ class Pace:
         if slow is None:
             return f"{self._name(before)} keeps up with the others again"
         who = "all wait for it" if self._islands == 1 else "its island waits for it, and the others when they exchange"
+        more = f", {usual[rank] / others - 1:.0%} more" if others else ""  # others may do nothing but wait
         return (
             f"{self._name(slow)} is slow: a step takes it {format_duration(usual[rank])} of its own work and the "
-            f"others {format_duration(others)} in the median, {usual[rank] / others - 1:.0%} more; {who}"
+            f"others {format_duration(others)} in the median{more}; {who}"
         )
 
     def _name(self, rank: int | None) -> str:
@@ -71,8 +72,9 @@ class Pace:
         return f"rank {rank} on {self._hosts[rank]}"
 
 
-def summarized(own: Sequence[float]) -> dict[str, float]:
+def summarized(own: Sequence[float], *, comparable: bool) -> dict[str, float]:
     """``median`` and ``slowest`` of the seconds of a step that each rank spent on its own work; ``rank`` is the
-    slowest."""
+    slowest, where ranks are ``comparable``."""
     rank = max(range(len(own)), key=own.__getitem__)
-    return {"median": statistics.median(own), "slowest": own[rank], "rank": rank}
+    seconds = {"median": statistics.median(own), "slowest": own[rank]}
+    return seconds | {"rank": rank} if comparable else seconds
