@@ -187,8 +187,8 @@ def island_bytes(plan: Plan, share: int) -> int:
 
 
 def feedback_bytes(plan: Plan, padded: int) -> int:
-    """Bytes of fp32 rounding errors: of each value that the last hop of a reduction sends, and of each value of a rank's
-    piece of the sums that more than two replicas gather."""
+    """Bytes of fp32 rounding errors: one for each value that the last hop of a reduction sends, and for each value of a
+    rank's piece of the sums that more than two replicas gather."""
     if not plan.wire.error_feedback:
         return 0
     shard, total = padded // plan.params.ranks, 0
