@@ -118,10 +118,15 @@ class Subgroup:
         """
         if self._alone():
             return
-        mine = pieces[self.index]
-        self._note(kind, (self.size - 1) * mine.nbytes)
-        with self._performing(kind, [mine] * self.size, pieces, mine.nbytes) as links:
-            links.gather(pieces)
+        self._note(kind, (self.size - 1) * pieces[self.index].nbytes)
+        self.gather_uncounted(pieces, kind)
+
+    def gather_uncounted(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
+        """Like :meth:`gather`, for a few numbers with which members agree: they are no traffic of the program."""
+        if not self._alone():
+            mine = pieces[self.index]
+            with self._performing(kind, [mine] * self.size, pieces, mine.nbytes) as links:
+                links.gather(pieces)
 
     def exchange(
         self,
