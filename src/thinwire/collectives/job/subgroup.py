@@ -208,7 +208,10 @@ class Subgroup:
             UsageError: The job has been left.
         """
         if self._left and self.size > 1:
-            raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
+            raise UsageError(
+                "this model's job has been left with destroy_process_group() or thinwire.collectives.group.shutdown(); "
+                "shard it anew"
+            )
         return self.size == 1
 
     def _note(self, kind: Kind, sent: int) -> None:
