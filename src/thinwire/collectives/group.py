@@ -6,8 +6,10 @@ Only this module and those of :mod:`thinwire.collectives.job` call ``torch.distr
 from __future__ import annotations
 
 import datetime
+import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -22,7 +24,7 @@ from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import explained_transport
 from thinwire.collectives.job.rollcall import RollCall
 from thinwire.collectives.job.subgroup import Meter, Record, Subgroup, leave_subgroups, recording
-from thinwire.collectives.job.torch_groups import arrived, named_group
+from thinwire.collectives.job.torch_groups import arrived, named_group, release_defaults
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.collectives.links.transport import NCCL, agree_on_transport, forgo_flight_recorder, gpu_of
 from thinwire.collectives.memory import release_memory
@@ -125,35 +127,53 @@ def _local_gpu() -> int:
     return chosen or int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
 
 
-_closing: list[Callable[[], None]] = []
+_closing: list[Callable[[], Callable[[], None] | None]] = []
 
 
 def before_shutdown(close: Callable[[], None]) -> None:
-    """Call ``close`` before the groups are destroyed, so that their users can finish."""
-    _closing.append(close)
+    """Call ``close`` before the groups are destroyed, or once the user has destroyed them, so that their users can
+    finish. A method does not keep its object alive: one that is gone has nothing to finish."""
+    _closing.append(weakref.WeakMethod(close, _closing.remove) if inspect.ismethod(close) else lambda: close)
 
 
 def enter() -> None:
-    """Be part of a job: enter the one of the environment, unless ``torch.distributed`` is initialised. If the user has
-    left the last job by ``destroy_process_group()`` and has initialised another one, forget what belonged to the last.
-    All ranks call this."""
+    """Be part of a job: enter the one of the environment, unless ``torch.distributed`` is initialised. All ranks call
+    this."""
     if not is_initialized():
         init()
-    elif job.is_left():
-        job.begin_rollcall()
-        _forget(close_links=False)
-        job.number += 1
+    elif job.is_left():  # torch's default group was replaced rather than destroyed
+        _leave()
+
+
+def _leave() -> None:
+    """Leave a job whose default group is gone: nothing may go on as if it were there, nor keep its store."""
+    job.begin_rollcall()
+    _forget(close_links=False)
+    job.number += 1
+    _close_shelter()
+
+
+job.leave = _leave
 
 
 def _forget(*, close_links: bool) -> None:
     """Let go of everything that belongs to the job."""
     while _closing:
-        _closing.pop()()
+        close = _closing.pop()()
+        if close is not None:
+            close()
     leave_subgroups()
     forget_controls()
     forget_links(close=close_links)
     release_memory()
-    job.group = None
+    release_defaults(None if job.group is None else job.group())
+    job.forget_group()
+
+
+def _close_shelter() -> None:
+    if job.shelter is not None:
+        job.shelter.close()
+        job.shelter = None
 
 
 def shutdown() -> None:
@@ -171,9 +191,7 @@ def shutdown() -> None:
     if is_initialized():
         job.number += 1
         dist.destroy_process_group()
-    if job.shelter is not None:
-        job.shelter.close()
-        job.shelter = None
+    _close_shelter()
 
 
 def rollcall() -> RollCall:

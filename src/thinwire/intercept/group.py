@@ -89,8 +89,7 @@ class CompressingGroup(PlainGroup):
         self._seeds = itertools.count(inner.rank(), inner.size())
         self.configure(codecs, min_numel=min_numel, always=always)
         _groups.add(self)
-        itself = weakref.ref(self)
-        before_shutdown(lambda: _shut_down(itself))
+        before_shutdown(self.shutdown)
 
     def configure(
         self, codecs: AxisCodecs, *, min_numel: int = MIN_NUMEL, always: bool = False, nodes: int | None = 1
@@ -492,9 +491,3 @@ class CompressingGroup(PlainGroup):
 
 def _name(codec: Codec | None) -> str:
     return "none" if codec is None else str(codec.spec)
-
-
-def _shut_down(reference: weakref.ref[CompressingGroup]) -> None:
-    group = reference()
-    if group is not None:
-        group.shutdown()

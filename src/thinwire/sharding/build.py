@@ -105,7 +105,8 @@ def build(
         part = replace(part, data=part.data.placed(plan.placement))
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
-    groups.before_shutdown(lanes.close)
+    # Threads may still send what others wait for once a model is dropped, so their lanes stay until then.
+    groups.before_shutdown(lanes.close if lanes.home.exists else partial(lanes.close))
     if lanes.home.exists and part.control.rank == 0:
         warn_of_late_start()
     codecs.warm_up(plan, device)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.errors import SpecError
+from thinwire.collectives import group
+from thinwire.errors import SpecError, UsageError
 from thinwire.testing import RankPool, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -54,6 +58,30 @@ def test_a_process_may_leave_a_job_and_join_another(preset: str, tmp_path: Path)
     with contextlib.closing(RankPool(2)) as pool:
         for first, second, third in pool.run(train_in_three_jobs, preset, tmp_path):
             assert first == second == third
+
+
+def answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5):
+        return True
+    return False
+
+
+@on_ranks(2)
+def test_a_job_that_is_destroyed_keeps_no_store() -> None:
+    """The next job may meet at the same address. The model is there all the while, and says that its job is gone."""
+    model = tw.shard(nn.Linear(8, 8), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optim.step()
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    group.control().barrier()
+    assert answers(*place)
+    group.control().barrier()
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        assert not answers(*place)
+    with pytest.raises(UsageError, match="shard it anew"):
+        model(torch.ones(2, 8))
 
 
 def shard_for_fewer_ranks(local: int) -> str:

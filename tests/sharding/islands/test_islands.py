@@ -19,6 +19,7 @@ from torch import nn
 import thinwire as tw
 from thinwire import codecs
 from thinwire.collectives.group import recording
+from thinwire.errors import MismatchError
 from thinwire.program import Event, Lane, Phase, Scope, due_fragments
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
@@ -205,6 +206,26 @@ def test_all_islands_agree_on_the_same_bits(way: Fields) -> None:
     first, *others = run_ranks(3, sharded, plan)
     for other in others:
         assert all(map(torch.equal, first, other))
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(2)
+def test_an_island_that_has_skipped_a_step_is_named(delay: int) -> None:
+    """Two fragments of equal size: their messages would match."""
+    rank, plan = torch.distributed.get_rank(), plan_of(islands={**EXACT, "every": 4, "fragments": 2, "delay": delay})
+    model = tw.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), plan)
+    optimizer = tw.optimizer(model, torch.optim.SGD, lr=0.1)
+
+    def train() -> None:
+        for step in range(8):
+            model(torch.ones(2, 8)).sum().backward()
+            if (step, rank) != (5, 0):
+                optimizer.step()
+            optimizer.zero_grad()
+        tw.join_islands(model)
+
+    with pytest.raises(MismatchError, match=r"island 0 .* step 7.*island 1 .* step 8|island 1 .* step 8.*island 0"):
+        train()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.testing.simulated import SimulatedStreams
 from thinwire.testing.streams import check_streams
 from thinwire.train.models.common import cross_entropy
 
@@ -462,3 +465,27 @@ def test_planted_faults_of_order_are_found(lane: Lane) -> None:
 def test_a_forward_before_the_update_is_found() -> None:
     with mock.patch.object(Spreads, "expect", return_value=None):
         assert stepped("zero3", "float32", False, False)
+
+
+def test_a_dropped_model_gives_its_memory_of_the_host_back() -> None:
+    """It is unlocked before it is freed, though the job goes on."""
+    locked = []
+
+    def pin(_: object, memory: torch.Tensor) -> Any:
+        locked.append(memory.data_ptr())
+        return lambda: locked.remove(memory.data_ptr())
+
+    with check_streams("never"), mock.patch.object(SimulatedStreams, "pin", pin):
+        plan = tw.Plan.preset(
+            "zero1", nodes=1, local=1, compute_dtype="float32", residence={"optimizer": "host-stream"}
+        )
+        model = tw.shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), plan)
+        optimizer = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert locked
+        alive = weakref.ref(model)
+        del model, optimizer
+        gc.collect()
+    assert alive() is None
+    assert not locked

@@ -9,11 +9,17 @@ from collections.abc import Callable
 from typing import Final
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from thinwire.collectives.gateway.shelter import Shelter
 from thinwire.collectives.job.rollcall import RollCall
 
 DEFAULT_TIMEOUT: Final = datetime.timedelta(seconds=300)
+
+
+class _Ranks(dict[int, int]):
+    """A table of torch that can be referred to weakly: torch drops it when its group is destroyed, even if somebody
+    keeps the group."""
 
 
 class CurrentJob:
@@ -27,6 +33,8 @@ class CurrentJob:
         shelter: What protects everything between hosts by keys; ``None`` without keys.
         group: Returns torch's default group at the time of the first exchange, while it exists; ``None`` before.
         aborts: Functions that abort the exchanges of this process.
+        leave: Lets go of everything that belongs to the job; set by the groups, and called if the user destroys torch's
+            default group.
         rollcall: The roll call of this process, which watches its exchanges.
     """
 
@@ -38,19 +46,31 @@ class CurrentJob:
         self.shelter: Shelter | None = None
         self.group: Callable[[], dist.ProcessGroup | None] | None = None
         self.aborts: list[Callable[[], None]] = []
+        self.leave: Callable[[], None] = lambda: None
+        self._watch: weakref.finalize[..., _Ranks] | None = None
         self.rollcall = RollCall(self._give_up, self._rollcall_store)
 
     def enter(self) -> None:
-        """Remember which of torch's default groups the job has."""
-        self.group = weakref.ref(dist.distributed_c10d._get_default_group())
+        """Remember which of torch's default groups the job has, and watch for its end."""
+        group = c10d._get_default_group()
+        self.group = weakref.ref(group)
+        ranks = c10d._world.pg_group_ranks[group] = _Ranks(c10d._world.pg_group_ranks[group])
+        self._watch = weakref.finalize(ranks, self.leave)
+        self._watch.atexit = False
+
+    def forget_group(self) -> None:
+        """Forget torch's default group, whether or not it has ended."""
+        if self._watch is not None:
+            self._watch.detach()
+        self.group = self._watch = None
 
     def is_left(self) -> bool:
         """Whether torch's default group is another one than that of the job."""
-        return self.group is not None and self.group() is not dist.distributed_c10d._get_default_group()
+        return self.group is not None and self.group() is not c10d._get_default_group()
 
     def default_store(self) -> dist.Store:
         """The store of torch's default group."""
-        store: dist.Store = dist.distributed_c10d._get_default_store()
+        store: dist.Store = c10d._get_default_store()
         return store
 
     def begin_rollcall(self) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.job.connecting import abort_native
 from thinwire.collectives.job.current import job
+from thinwire.collectives.job.rollcall import REMEDY
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
 from thinwire.errors import CollectiveError, MismatchError
 
@@ -25,11 +26,12 @@ def failure_of(
         return MismatchError(f"rank {dist.get_rank()}: {verdict}")
     waited = time.monotonic() - started
     size = "" if nbytes is None else f"{nbytes} bytes, "
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = _reason(str(error)) or type(error).__name__
     others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
+    remedy = job.rollcall.absence() or _if_done(reason, others)
     return CollectiveError(
         f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
-        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{job.rollcall.absence()}"
+        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{remedy}"
     )
 
 
@@ -54,8 +56,27 @@ def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
         others = _publish_and_ask(f"failed in {doing} (after {waited:.1f} s)", ranks)
         raise CollectiveError(
             f"rank {dist.get_rank()}: {doing} with ranks {list(ranks)} failed after {waited:.1f} s "
-            f"(timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}"
+            f"(timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{_if_done(reason, others)}"
         ) from error
+
+
+def _reason(text: str) -> str:
+    """The first line of the transport's text, without its guess at the cause and its advice."""
+    return text.strip().partition("\n")[0].partition(_GUESS)[0].rstrip(" .")
+
+
+_GUESS = "This is typically caused"
+"""How gloo goes on where a peer has closed its connection."""
+
+_CLOSED = "Connection closed by peer"
+
+_SILENT = "said nothing: dead, stuck or cut off"
+
+
+def _if_done(reason: str, others: str) -> str:
+    """Sentence on a rank that has closed its connection in silence: it may also have ended by itself, as one does that
+    has fewer batches."""
+    return f" Or it was done. {REMEDY}." if _CLOSED in reason and _SILENT in others else ""
 
 
 _TRANSPORT_SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection refused", "imed out", "NCCL")
@@ -66,7 +87,7 @@ def _transport_reason(error: BaseException | None) -> str | None:
     while error is not None:
         for line in str(error).strip().splitlines():
             if any(sign in line for sign in _TRANSPORT_SIGNS):
-                return line.strip()
+                return _reason(line)
         error = error.__cause__ or error.__context__
     return None
 
@@ -95,7 +116,7 @@ def _ask_store(what: str, ranks: Sequence[int]) -> str:
                 failures.append(f"rank {rank} {store.get(key).decode()}")
             else:
                 silent.append(str(rank))
-        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
+        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} {_SILENT}"
         if silent:  # ranks that wait for this one learn for whom it waited
             store.set(f"thinwire/failure/{me}", f"{what} ({lost})")
     except RuntimeError:

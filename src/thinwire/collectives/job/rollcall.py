@@ -208,7 +208,7 @@ class RollCall:
     def close(self) -> None:
         """Stop watching. An interpreter that exits while the thread is inside the transport's C++ would abort."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread not in (None, threading.current_thread()):
             self._thread.join(INTERVAL)
 
     # -- the watching thread -----------------------------------------------------------------------------------

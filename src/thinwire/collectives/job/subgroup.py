@@ -118,10 +118,15 @@ class Subgroup:
         """
         if self._alone():
             return
-        mine = pieces[self.index]
-        self._note(kind, (self.size - 1) * mine.nbytes)
-        with self._performing(kind, [mine] * self.size, pieces, mine.nbytes) as links:
-            links.gather(pieces)
+        self._note(kind, (self.size - 1) * pieces[self.index].nbytes)
+        self.gather_uncounted(pieces, kind)
+
+    def gather_uncounted(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
+        """Like :meth:`gather`, for a few numbers with which members agree: they are no traffic of the program."""
+        if not self._alone():
+            mine = pieces[self.index]
+            with self._performing(kind, [mine] * self.size, pieces, mine.nbytes) as links:
+                links.gather(pieces)
 
     def exchange(
         self,
@@ -203,7 +208,10 @@ class Subgroup:
             UsageError: The job has been left.
         """
         if self._left and self.size > 1:
-            raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
+            raise UsageError(
+                "this model's job has been left with destroy_process_group() or thinwire.collectives.group.shutdown(); "
+                "shard it anew"
+            )
         return self.size == 1
 
     def _note(self, kind: Kind, sent: int) -> None:

@@ -8,6 +8,7 @@ timeout. torch has no public call that takes a name.
 from __future__ import annotations
 
 import datetime
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,6 +46,17 @@ def named_group(
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def release_defaults(group: dist.ProcessGroup | None) -> None:
+    """Let torch's own functions not keep a default group, its threads and its store for good: those of a module that
+    torch imports late, as it does for an optimizer, have the group of that moment as the default of an argument.
+    ``None`` stands for the default group there, too."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in () if module is None or group is None else vars(module).values():
+        defaults = getattr(function, "__defaults__", None) or ()
+        if any(default is group for default in defaults):
+            function.__defaults__ = tuple(None if default is group else default for default in defaults)
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -126,6 +127,7 @@ class ElasticExchanges(Exchanges):
         self.log: list[Exchanged] = []
         self.optimizer: InnerOptimizer | None = None
         self._membership: OtherIslands | None = None
+        self._leaving: weakref.finalize[..., ElasticExchanges] | None = None
         self._has_trained = False
         self._pace = Tempo()
         self._made = 0
@@ -135,9 +137,15 @@ class ElasticExchanges(Exchanges):
     def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> Ended:
         """Begin to train with the others that are there: the state becomes theirs, if they are ahead."""
         self._membership, self.optimizer = membership, optimizer
+        self._leaving = weakref.finalize(self, membership.close)  # others would wait for a model that was dropped
+        self._leaving.atexit = False
         self._sharded.seeds.be_island(membership.own.island)
         self._has_trained = optimizer is not None and any(state_of(optimizer, owned) for owned in optimizer.fragments)
-        return self._together(self._sharded.steps.taken, (), entering=True)
+        try:
+            return self._together(self._sharded.steps.taken, (), entering=True)
+        except BaseException:
+            self.close()
+            raise
 
     def writes(self) -> bool:
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
@@ -169,9 +177,10 @@ class ElasticExchanges(Exchanges):
         return taken
 
     def close(self) -> None:
-        """Leave the islands."""
-        if self._membership is not None:
-            self._membership.close()
+        """Leave the islands. A second call has no effect."""
+        if self._leaving is not None:
+            self._leaving()
+        self._membership = self._leaving = None
 
     # -- inside ------------------------------------------------------------------------------------------------
 

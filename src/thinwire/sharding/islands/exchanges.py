@@ -6,8 +6,12 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, Lane, due_fragments, exchange_parts, exchanged_units
+from thinwire.errors import MismatchError
+from thinwire.program import Axis, Lane, Stage, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
@@ -29,6 +33,66 @@ class Ended(NamedTuple):
     fetched: bool = False
 
 
+class Announced(NamedTuple):
+    """What an island is about to exchange.
+
+    Attributes:
+        step: Updates made.
+        fragment: The fragment.
+        joins: Whether it is an exchange of ``join_islands``.
+    """
+
+    step: int
+    fragment: int
+    joins: bool
+
+    def __str__(self) -> str:
+        where = " in thinwire.join_islands()" if self.joins else ""
+        return f"fragment {self.fragment} after step {self.step}{where}"
+
+
+class Announcements:
+    """What all islands are about to exchange: messages match by their sizes alone, and fragments may have equal ones.
+
+    Args:
+        group: Ranks of the same position in all islands.
+        own: What this island is about to exchange.
+        device: Device of the exchange.
+    """
+
+    def __init__(self, group: AxisGroup, own: Announced, device: torch.device) -> None:
+        self._index, self._across = group.index, group.hops[Stage.GATHER_ACROSS]
+        self._rows = torch.zeros(group.size, len(own), dtype=torch.int64, device=device)
+        for place, number in enumerate(own):
+            self._rows[group.index, place] = number
+
+    def before(self, moves: Moves) -> Moves:
+        """The moves of the exchange, once the islands have announced it to each other."""
+        return Moves([Move(Stage.GATHER_ACROSS, self._gather), *moves])
+
+    def _gather(self) -> None:
+        self._across.gather_uncounted(list(self._rows))
+        if not self._across.native:  # the host would wait for the device, so it compares once the exchange has ended
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare what the islands announced.
+
+        Raises:
+            MismatchError: Two islands exchange after different steps, or different fragments.
+        """
+        rows = [Announced(step, fragment, bool(joins)) for step, fragment, joins in self._rows.tolist()]
+        own = rows[self._index]
+        for island, other in enumerate(rows):
+            if other != own:
+                raise MismatchError(
+                    f"island {self._index} exchanges {own}, and island {island} {other}: every island has to take as "
+                    "many steps, so call optimizer.step() as often on all of them; a step whose gradient is not finite "
+                    "counts as well with tw.optimizer(..., skip_nonfinite=True) or tw.LossScale, and not with "
+                    "GradScaler or `continue`"
+                )
+
+
 @dataclass
 class Pending:
     """An exchange that is under way.
@@ -36,14 +100,18 @@ class Pending:
     Attributes:
         due: Number of updates after which its result is written to the masters.
         tickets: Its collectives.
+        announcements: What the islands said of it; ``None`` if it only goes on from a checkpoint.
     """
 
     due: int
     tickets: list[Ticket]
+    announcements: Announcements | None = None
 
     def wait(self) -> None:
         for ticket in self.tickets:
             ticket.wait()
+        if self.announcements is not None:
+            self.announcements.compare()
 
 
 class Exchanges:
@@ -94,7 +162,7 @@ class Exchanges:
         for fragment in self._due(step):
             if fragment in self.pending:  # its turn came sooner than before, as every has changed
                 written.append(self._finish(fragment))
-            self.pending[fragment] = Pending(step + self._settings.delay, self._start(fragment))
+            self.pending[fragment] = self._start(Announced(step, fragment, joins=False), step + self._settings.delay)
             if self._settings.delay == 0:
                 written.append(self._finish(fragment))
                 self.alike_since[fragment] = step
@@ -107,7 +175,7 @@ class Exchanges:
         written = [self._finish(fragment) for fragment in sorted(self.pending)]
         for fragment in range(self._settings.fragments):
             if self.alike_since.get(fragment) != step:
-                self.pending[fragment] = Pending(step, self._start(fragment))
+                self.pending[fragment] = self._start(Announced(step, fragment, joins=True), step)
                 written.append(self._finish(fragment, blends=False))
                 self.alike_since[fragment] = step
         return Ended(frozenset(unit for units in written for unit in units), step)
@@ -147,15 +215,18 @@ class Exchanges:
             states.append(PartState(part, buffers, share, replicas, self._settings, sharded.codecs.outer))
         return states
 
-    def _start(self, fragment: int) -> list[Ticket]:
-        lanes, tickets = self._sharded.lanes, list[Ticket]()
-        for state in self.parts[fragment]:
+    def _start(self, announced: Announced, due: int) -> Pending:
+        lanes, tickets, fragment = self._sharded.lanes, list[Ticket](), announced.fragment
+        announcements = Announcements(self._group, announced, self._sharded.device)
+        for number, state in enumerate(self.parts[fragment]):
             mean, moves = state.exchange(self._group, self._sharded.seeds.of_exchange(fragment))
+            if number == 0:
+                moves = announcements.before(moves)
             part, step = state.part, functools.partial(state.step, mean)
             load = Load(f"exchange fragment {fragment}", Axis.ISLANDS, part.units, part.encoded)
             ticket = lanes.submit(Lane.OUTER, moves.then(step), load=load)
             tickets += [ticket, *self._gather(state, fragment, ticket)]
-        return tickets
+        return Pending(due, tickets, announcements)
 
     def _gather(self, state: PartState, fragment: int, *after: Ticket) -> list[Ticket]:
         """Gather the result of an outer step inside the island, if several ranks own the same shares."""

@@ -58,8 +58,13 @@ class OtherIslands:
         self._lighthouse: Lighthouse | None = None
         self._store: tuple[dist.Store | None, str] = None, ""
         self._axis: PeerAxis | None = None
+        self._server: StateServer | None = None
         self._connected: tuple[str, tuple[str, ...]] = "", ()
-        states = self._everywhere(lambda: self._open(lighthouse, name, island), _TEXT)
+        try:
+            states = self._everywhere(lambda: self._open(lighthouse, name, island), _TEXT)
+        except BaseException:
+            self.close()
+            raise
         self.own = Participant(
             name, island, 0, False, False, 0, plan.fingerprint(), self._store[1], tuple(states), 0.0, ""
         )
@@ -190,7 +195,7 @@ class OtherIslands:
         """
         sources = [meeting.source_of(comer.name).name for comer in meeting.comers]
         awaited = sources.count(self.own.name)
-        if awaited:
+        if awaited and self._server is not None:
             self._server.publish(meeting.key, b"" if message is None else message(), awaited)
 
     def fetch(self, meeting: Quorum, deadline: float) -> bytes:
@@ -208,7 +213,8 @@ class OtherIslands:
         """Leave the islands."""
         if self._lighthouse is not None:
             self._lighthouse.close()
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self.disconnect()
 
     def _everywhere(self, action: Callable[[], T], typed: Typed[T]) -> list[T]:

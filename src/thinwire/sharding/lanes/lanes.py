@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 
-from thinwire.collectives.links.streams import streams_of
+from thinwire.collectives.links.streams import Streams, streams_of
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
@@ -36,6 +38,8 @@ WATCHED = (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD, Lane.OUTER)
 """Lanes whose waits and work are added up."""
 
 UNNAMED = Load("", Axis.WORLD)
+
+_Locked: TypeAlias = list[tuple[torch.Tensor, Callable[[], None]]]
 
 
 class Lanes:
@@ -57,7 +61,10 @@ class Lanes:
         self._waited: dict[AnyLane, float] = {}  # by the computing thread, without a ticket
         self.recorder = Recorder(self._streams)
         self._workers: dict[tuple[AnyLane, Stage], Worker] = {}
-        self._locked: list[tuple[torch.Tensor, Callable[[], None]]] = []  # memory of the host, and what unlocks it
+        self._locked: _Locked = []  # memory of the host, and what unlocks it
+        if self._streams is not None:
+            dropped = weakref.finalize(self, _let_go, self._streams, self._locked)
+            dropped.atexit = False
 
     def submit(
         self,
@@ -169,9 +176,7 @@ class Lanes:
         """Wait at most a second for submitted work, then close the workers."""
         for worker in self._workers.values():
             worker.close()
-        for _, unlock in self._locked:
-            unlock()
-        self._locked.clear()
+        _unlock(self._locked)
 
     def _make_worker(self, lane: AnyLane, stage: Stage) -> Worker:
         name = f"{lane} {stage}"
@@ -181,3 +186,15 @@ class Lanes:
             else StreamWorker(name, self._streams, self.recorder)
         )
         return worker
+
+
+def _let_go(streams: Streams, locked: _Locked) -> None:
+    """Let the memory of a model that is dropped, which its last bodies may still read and write, be freed."""
+    streams.synchronize()
+    _unlock(locked)
+
+
+def _unlock(locked: _Locked) -> None:
+    for _, unlock in locked:
+        unlock()
+    locked.clear()

@@ -338,11 +338,11 @@ class Runtime:
         exchanges = self.exchanges
         if not isinstance(exchanges, ElasticExchanges):
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
-        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
-        before_shutdown(exchanges.close)
         self.refuse("enter_islands()")
+        exchanges.close()  # an earlier entry would be another island, which the others would wait for
         self.join_spreads()
         exchanges.hold()
+        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
         entered = exchanges.enter(others, optimizer)
         if entered.fetched:
             self.loaded(entered.step, with_replicas=False)
@@ -411,7 +411,9 @@ class Runtime:
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
     """The exchanges with other islands, if there are others."""
     if sharded.plan.is_elastic:
-        return ElasticExchanges(sharded)
+        elastic = ElasticExchanges(sharded)
+        before_shutdown(elastic.close)
+        return elastic
     axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
     return None if axis is None else Exchanges(sharded, axis)
 
