@@ -287,7 +287,9 @@ def _announce_backward(
         return not unit.info.trainable and not sources  # without both there is no backward to report
     inner = [tensor for tensor in sources if tensor.grad_fn is not None]
     # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
-    stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # Without sources, the leaves are parameters: those of units inside this one may come after its own.
+    only_leaves = len(inner) < max(len(sources), 1)
+    stays = only_leaves and not all(buffer.layout.trainable for buffer in unit.buffers)
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
