@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.support.ranks import on_ranks
 from torch import nn
 
@@ -46,18 +47,71 @@ class Frozen(Net):
         return self.convolution(self.blocks_of(x) @ self.weight * self.scale) * self.temperature
 
 
+class Tied(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.blocks_of(x), self.blocks[0].weight) * self.temperature
+
+
+class Penalty(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.01 * sum(p.square().sum() for p in self.parameters())
+
+
 def loss_of(model: nn.Module) -> torch.Tensor:
     return model(torch.full((2, 3, WIDTH), 0.3)).square().mean()
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 3, WIDTH))
 
 
 def plainly(model: nn.Module) -> None:
     loss_of(model).backward()
 
 
-@pytest.mark.parametrize("kind", [Frozen])
+def after_evaluations(model: nn.Module) -> None:
+    loss = loss_of(model)
+    evaluate(model)
+    with torch.no_grad():
+        model.blocks[1](torch.ones(2, 3, WIDTH))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 3, WIDTH + 1))
+    loss.backward()
+
+
+def twice_with_evaluation(model: nn.Module) -> None:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    evaluate(model)
+    loss.backward()
+
+
+def twice_with_another(model: nn.Module) -> None:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    model.blocks[1](torch.ones(2, 3, WIDTH)).sum().backward()
+    loss.backward()
+
+
+def after_a_failure(model: nn.Module) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    loss = loss_of(model)
+    failing = model.blocks[1](torch.ones(2, 3, WIDTH))
+    failing.register_hook(fail)
+    both = loss + failing.sum()
+    with pytest.raises(ArithmeticError):
+        both.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty])
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
-    for way in (plainly,):
+    for way in (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure):
         torch.default_generator.manual_seed(0)
         alone = kind()
         torch.default_generator.manual_seed(0)
