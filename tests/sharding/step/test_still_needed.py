@@ -11,6 +11,7 @@ from tests.support.ranks import on_ranks
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import UsageError
 
 pytestmark = pytest.mark.ranks
 
@@ -57,8 +58,37 @@ class Penalty(Net):
         return super().forward(x) + 0.01 * sum(p.square().sum() for p in self.parameters())
 
 
+class Adapter(nn.Module):
+    """A unit that keeps losses of activations: of one before its output, and of two after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.convolution = nn.Linear(WIDTH, WIDTH), nn.Conv1d(3, 3, 1)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.convolution(x)
+        self.losses = [(x * self.scale).mean()]
+        y = y * self.scale
+        self.losses += [(y * self.scale).square().mean(), self.router(y).square().mean()]
+        return y
+
+
+class Keeps(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapter() for _ in range(2))
+        self.features = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.features = self.blocks_of(x) * self.temperature
+        return self.features * self.temperature
+
+
 def loss_of(model: nn.Module) -> torch.Tensor:
-    return model(torch.full((2, 3, WIDTH), 0.3)).square().mean()
+    loss = model(torch.full((2, 3, WIDTH), 0.3)).square().mean()
+    kept = [loss for block in model.blocks for loss in getattr(block, "losses", [])]
+    return loss + sum(kept)
 
 
 def evaluate(model: nn.Module) -> None:
@@ -108,17 +138,44 @@ def after_a_failure(model: nn.Module) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty])
+def by_what_is_kept(model: nn.Module) -> None:
+    """Backwards that no output is part of."""
+    loss = loss_of(model)
+    for kept in (*model.blocks[0].losses, model.features.mean(), loss):
+        kept.backward(retain_graph=True)
+
+
+def built(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.default_generator.manual_seed(0)
+    return kind()
+
+
+def sharded(kind: Callable[[], nn.Module]) -> nn.Module:
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32")
+    return tw.shard(built(kind), plan, units=["blocks.0", "blocks.1"])
+
+
+@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps])
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
-    for way in (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure):
-        torch.default_generator.manual_seed(0)
-        alone = kind()
-        torch.default_generator.manual_seed(0)
-        units = ["blocks.0", "blocks.1"]
-        model = tw.shard(kind(), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"), units=units)
+    ways = (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure)
+    for way in (*ways, by_what_is_kept) if kind is Keeps else ways:
+        alone, model = built(kind), sharded(kind)
         for one in (alone, model):
             way(one)
         for (name, got), want in zip(model.named_parameters(), alone.parameters(), strict=True):
             if want.grad is not None:
                 assert torch.allclose(got.grad.full_tensor(), want.grad, atol=1e-6), (way.__name__, name)
+
+
+@on_ranks(2)
+def test_a_backward_that_reaches_freed_parameters_is_refused() -> None:
+    found: list[torch.Tensor] = []
+    model = sharded(Keeps)
+    model.blocks[1].convolution.register_forward_hook(lambda _module, _args, output: found.append(output))
+    loss_of(model)
+    with pytest.raises(UsageError, match=r"reached blocks\.1\.convolution\.\w+, and none of the outputs of its unit"):
+        found[0].square().mean().backward()
+    model.zero_grad()
+    loss_of(model).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
