@@ -85,6 +85,26 @@ class Keeps(Net):
         return self.features * self.temperature
 
 
+class Changing(nn.Module):
+    """A unit that changes its input in place, by its frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(self.scale)
+        x += self.frozen(x * self.scale)
+        return self.trained(x)
+
+
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Changing(), Changing()])
+
+
 def loss_of(model: nn.Module) -> torch.Tensor:
     loss = model(torch.full((2, 3, WIDTH), 0.3)).square().mean()
     kept = [loss for block in model.blocks for loss in getattr(block, "losses", [])]
@@ -152,10 +172,11 @@ def built(kind: Callable[[], nn.Module]) -> nn.Module:
 
 def sharded(kind: Callable[[], nn.Module]) -> nn.Module:
     plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32")
-    return tw.shard(built(kind), plan, units=["blocks.0", "blocks.1"])
+    model = built(kind)
+    return tw.shard(model, plan, units=[f"blocks.{number}" for number in range(len(model.blocks))])
 
 
-@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps])
+@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps, InPlace])
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
     ways = (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure)

@@ -179,8 +179,8 @@ def _hook_unit(
     cast = _cast_of(sharded, unit)
     leaves = False  # whether ``leave_root_unit`` is registered, which ends a pass that the unit's own forward began
 
-    # Collected before the forward, because the forward may add tensors to its inputs.
-    sources: list[torch.Tensor] = []
+    # Collected before the forward, because the forward may add tensors to its inputs, or change them in place.
+    sources: list[_Source] = []
     keepers, began = _keepers(unit, sharded.units) if is_sharded else [], 0
 
     @_outside_compile
@@ -197,7 +197,7 @@ def _hook_unit(
             undo.append(module.register_forward_hook(leave_root_unit, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
         if is_sharded and torch.is_grad_enabled():
-            sources[:] = gradient_sources(args, kwargs)
+            sources[:] = [(tensor, tensor._version) for tensor in gradient_sources(args, kwargs)]
             began = _nodes_so_far()
         return None if cast is None else cast(module, args, kwargs)
 
@@ -270,6 +270,9 @@ def _follow(views: list[_View]) -> None:
     views.clear()
 
 
+_Source = tuple[torch.Tensor, int]
+"""An input that requires a gradient, and the version that it had before the unit's forward."""
+
 _nodes_so_far = torch._C._autograd._get_sequence_nr
 
 
@@ -316,7 +319,7 @@ def _announce_backward(
     passes: Passes,
     home: HomeStream,
     unit: Unit,
-    sources: Sequence[torch.Tensor],
+    sources: Sequence[_Source],
     output: Any,
     kept: Iterable[torch.Tensor],
     views: list[_View],
@@ -328,11 +331,12 @@ def _announce_backward(
     if not outputs:
         return not unit.info.trainable and not sources  # without both there is no backward to report
     outputs += [tensor for tensor in kept if not any(tensor is output for output in outputs)]
-    inner = [tensor for tensor in sources if tensor.grad_fn is not None]
+    inner = [tensor for tensor, version in sources if tensor.grad_fn is not None and tensor._version == version]
     # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
-    # Without sources, the leaves are parameters: those of units inside this one may come after its own.
-    only_leaves = len(inner) < max(len(sources), 1)
-    stays = only_leaves and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # Without sources, the leaves are parameters: those of units inside this one may come after its own. An input that
+    # was changed in place has the gradient of its new value, from the middle of the unit.
+    has_no_end = len(inner) < max(len(sources), 1)
+    stays = has_no_end and not all(buffer.layout.trainable for buffer in unit.buffers)
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
