@@ -200,3 +200,16 @@ def test_a_backward_that_reaches_freed_parameters_is_refused() -> None:
     model.zero_grad()
     loss_of(model).backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class ToNumpy(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.blocks[0].weight.detach().numpy()
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_memory_that_numpy_keeps_is_named() -> None:
+    model = sharded(ToNumpy)
+    with pytest.raises(UsageError, match=r"one of blocks\.0\.weight, blocks\.0\.bias was given to numpy\(\)"):
+        loss_of(model).backward()
