@@ -159,8 +159,8 @@ class FlatBuffer:
                 raise
             names = ", ".join(slot.name for slot in self.layout.slots)
             raise UsageError(
-                f"one of {names} was given to numpy() while it was gathered, so its memory cannot be freed: give numpy() "
-                "a copy, parameter.detach().clone()"
+                f"one of {names} was given to numpy() while it was gathered, so its memory cannot be freed: give "
+                "numpy() a copy, parameter.detach().clone()"
             ) from error
 
     def show(self, *, whole: bool) -> None:
