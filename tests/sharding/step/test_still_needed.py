@@ -105,6 +105,16 @@ class InPlace(Net):
         self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Changing(), Changing()])
 
 
+class Energy(Net):
+    """Its output is a gradient, whose graph reads parameters without a hook."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = torch.tanh(super().forward(x)).square().sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
 def loss_of(model: nn.Module) -> torch.Tensor:
     loss = model(torch.full((2, 3, WIDTH), 0.3)).square().mean()
     kept = [loss for block in model.blocks for loss in getattr(block, "losses", [])]
@@ -176,7 +186,7 @@ def sharded(kind: Callable[[], nn.Module]) -> nn.Module:
     return tw.shard(model, plan, units=[f"blocks.{number}" for number in range(len(model.blocks))])
 
 
-@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps, InPlace])
+@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps, InPlace, Energy])
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
     ways = (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure)

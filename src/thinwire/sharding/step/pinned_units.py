@@ -87,8 +87,10 @@ class Holds:
         return again
 
     def end_backward(self) -> None:
-        """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
-        self._graphs_of_graphs &= self._creates_graph
+        """End the backward: release its readers and, if it ran without create_graph, what graphs of graphs read."""
+        if self._graphs_of_graphs and not self._creates_graph:
+            self._graphs_of_graphs = False
+            self._released.update(unit.index for unit in self._units if unit.sharded and unit.ready)
         self.release_reads()
 
     def end_step(self) -> None:
