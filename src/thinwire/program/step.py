@@ -227,7 +227,7 @@ class Trace:
     @property
     def enclosing(self) -> frozenset[int]:
         """Units of the tail that began before the last unit of the tail."""
-        return self.tail - {self.needed[-1]}
+        return self.tail - frozenset(self.needed[-1:])  # none, if a backward in the forward has ended a micro-batch
 
 
 def _gradients(unit: int, *, weight_first: bool) -> list[Moment]:

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
 import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.errors import UsageError
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import State, Unit
 from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
@@ -45,7 +46,7 @@ class Deliveries(Delivery):
     """The hooks on the trained parameters of one unit. Memory of gradients belongs to the stream ``home``."""
 
     def __init__(self, unit: Unit, gradients: Sequence[UnitGradient], passes: Passes, home: HomeStream) -> None:
-        self._index, self._passes, self._state, self._home = unit.index, passes, passes.state, home
+        self._unit, self._index, self._passes, self._state, self._home = unit, unit.index, passes, passes.state, home
         self._parameters: list[torch.Tensor] = [*unit.trained]
         # Gradients that wait for the rest of the unit in this backward, by number of the parameter. None stands for one
         # that does not wait, because a gradient of the unit has come twice.
@@ -101,6 +102,8 @@ class Deliveries(Delivery):
         def hook(parameter: torch.Tensor) -> None:
             if (unit := alive()) is None:
                 return
+            if unit._unit.state is not State.GATHERED:
+                unit._refuse(slot)
             if unit._only is not None:
                 grads: list[Any] = list(map(_gradient_of, unit._parameters))
                 if set(map(type, grads)) != _DENSE or torch.is_grad_enabled():
@@ -128,6 +131,15 @@ class Deliveries(Delivery):
         if is_frozen:
             parameter.requires_grad_(False)
         return handle
+
+    def _refuse(self, slot: int) -> NoReturn:
+        """Refuse a backward that has computed with freed parameters, whose values are NaN."""
+        slots = [each for buffer in self._unit.buffers if buffer.layout.trainable for each in buffer.layout.slots]
+        raise UsageError(
+            f"a backward reached {slots[slot].name}, and none of the outputs of its unit {self._unit.name} before, so "
+            "the unit's parameters were freed: it begins at a tensor of the unit's forward that no output depends on. "
+            "Return that tensor from the forward, or keep it as an attribute of its module"
+        )
 
     def _take_one(self, slot: int, parameter: torch.Tensor) -> None:
         """Take one gradient, and those of the whole unit if it is the last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Final, TypeVar, cast
 
@@ -179,13 +179,14 @@ def _hook_unit(
     cast = _cast_of(sharded, unit)
     leaves = False  # whether ``leave_root_unit`` is registered, which ends a pass that the unit's own forward began
 
-    # Collected before the forward, because the forward may add tensors to its inputs.
-    sources: list[torch.Tensor] = []
+    # Collected before the forward, because the forward may add tensors to its inputs, or change them in place.
+    sources: list[_Source] = []
+    keepers, began = _keepers(unit, sharded.units) if is_sharded else [], 0
 
     @_outside_compile
     @from_any_stream
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        nonlocal leaves
+        nonlocal leaves, began
         if not is_sharded and begins_plainly(index):
             return None if cast is None else cast(module, args, kwargs)
         passes.pre_forward(index)
@@ -196,7 +197,8 @@ def _hook_unit(
             undo.append(module.register_forward_hook(leave_root_unit, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
         if is_sharded and torch.is_grad_enabled():
-            sources[:] = gradient_sources(args, kwargs)
+            sources[:] = [(tensor, tensor._version) for tensor in gradient_sources(args, kwargs)]
+            began = _nodes_so_far()
         return None if cast is None else cast(module, args, kwargs)
 
     @_outside_compile
@@ -217,7 +219,8 @@ def _hook_unit(
             output = _keep(output, gathered)
         hears = (announces or recorder.timeline is not None) and torch.is_grad_enabled()
         if hears:
-            hears = _announce_backward(passes, home, unit, tuple(sources), output, views)
+            kept = _kept(keepers, began) if keepers else ()
+            hears = _announce_backward(passes, home, unit, tuple(sources), output, kept, views)
             sources.clear()
         passes.post_forward(index, will_hear=hears)
         return output
@@ -267,6 +270,47 @@ def _follow(views: list[_View]) -> None:
     views.clear()
 
 
+_Source = tuple[torch.Tensor, int]
+"""An input that requires a gradient, and the version that it had before the unit's forward."""
+
+_nodes_so_far = torch._C._autograd._get_sequence_nr
+
+
+def _keepers(unit: Unit, units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """The attributes of a unit's modules that may keep activations, as losses of routers and features are: those of
+    classes that are not torch's, outside of the units inside this one."""
+    inner = {other.module for other in units if other is not unit}
+
+    def visit(module: nn.Module) -> Iterator[dict[str, Any]]:
+        if not type(module).__module__.startswith("torch.nn."):
+            yield vars(module)
+        for child in module.children():
+            if child not in inner:
+                yield from visit(child)
+
+    return list(visit(unit.module))
+
+
+def _kept(keepers: Iterable[dict[str, Any]], began: int) -> list[torch.Tensor]:
+    """The tensors among attributes, or in lists and mappings there, whose graph is newer than the node ``began``. A
+    backward may begin at one, or reach it before it reaches any output."""
+    found: list[torch.Tensor] = []
+    for attributes in keepers:
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind is torch.Tensor:
+                found.append(value)
+            elif kind in _HOLDING and 0 < len(value) <= _MOST_HELD and name[0] != "_":
+                found += tensors_in(value)
+    return [tensor for tensor in found if (node := tensor.grad_fn) is not None and node._sequence_nr() >= began]
+
+
+_HOLDING: Final = {list, tuple, dict}
+"""Containers of activations that modules keep."""
+
+_MOST_HELD: Final = 256
+"""Longest such container that is searched, as every forward does: a vocabulary is one, too."""
+
 _FOLLOWERS: Final = "_thinwire_followers"
 """Attribute of a unit's output: callbacks of the units that take it, called before backward reaches this unit."""
 
@@ -275,19 +319,24 @@ def _announce_backward(
     passes: Passes,
     home: HomeStream,
     unit: Unit,
-    sources: Sequence[torch.Tensor],
+    sources: Sequence[_Source],
     output: Any,
+    kept: Iterable[torch.Tensor],
     views: list[_View],
 ) -> bool:
-    """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
-    first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
-    reported. Outputs that are views join ``views``."""
+    """Register hooks that report ``pre_backward`` at the first gradient of an output, or of a tensor that the unit's
+    modules have ``kept``, and ``post_backward`` at the first of the unit's ``sources`` that backward reaches. Returns
+    whether every backward that needs the unit will be reported. Outputs that are views join ``views``."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     if not outputs:
         return not unit.info.trainable and not sources  # without both there is no backward to report
-    inner = [tensor for tensor in sources if tensor.grad_fn is not None]
+    outputs += [tensor for tensor in kept if not any(tensor is output for output in outputs)]
+    inner = [tensor for tensor, version in sources if tensor.grad_fn is not None and tensor._version == version]
     # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
-    stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # Without sources, the leaves are parameters: those of units inside this one may come after its own. An input that
+    # was changed in place has the gradient of its new value, from the middle of the unit.
+    has_no_end = len(inner) < max(len(sources), 1)
+    stays = has_no_end and not all(buffer.layout.trainable for buffer in unit.buffers)
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several

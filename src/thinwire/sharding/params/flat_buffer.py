@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from thinwire.errors import UsageError
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain
@@ -144,9 +145,23 @@ class FlatBuffer:
             self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
-        """Free the gathered storage."""
-        if self.gathered:
+        """Free the gathered storage.
+
+        Raises:
+            UsageError: It has been given to numpy, which keeps it for good.
+        """
+        if not self.gathered:
+            return
+        try:
             self._storage.resize_(0)
+        except RuntimeError as error:
+            if self._storage.resizable():
+                raise
+            names = ", ".join(slot.name for slot in self.layout.slots)
+            raise UsageError(
+                f"one of {names} was given to numpy() while it was gathered, so its memory cannot be freed: give "
+                "numpy() a copy, parameter.detach().clone()"
+            ) from error
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""

@@ -225,7 +225,7 @@ class Passes:
         if torch.is_grad_enabled():
             self.may_be_unreported = True
         elif not recomputing():
-            self.holds.release_reads(free=True)
+            self.holds.end_unrecorded()
 
     def note_plain(self, *, ends: bool) -> Callable[[int], bool]:
         """Create a function that notes the beginning or the end of the forward of a whole unit, if that is all there is

@@ -37,7 +37,8 @@ class Holds:
         self.blocks: list[str] = []
         self._keeps = False  # whether units stay as they are once they are gathered
         self.reads: set[int] = set()
-        # Those of them that the last backward has released. Another backward over a retained graph needs them again.
+        self._read_before: set[int] = set()  # those of them that forwards before the current one have read
+        # Those that this step's backwards have released. Another backward over a retained graph needs them again.
         self._released: set[int] = set()
         # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
         # backward without create_graph or the step has ended.
@@ -56,15 +57,21 @@ class Holds:
             if unit.index not in keep and unit.state is not State.SHARDED:
                 self.free(unit.index)
 
-    def release_reads(self, *, free: bool = False) -> None:
-        """Release the units that were read outside their forward; with ``free``, free them now."""
-        read, self.reads = self.reads, set()
-        for index in read if free else ():
-            self.free(index)
+    def release_reads(self) -> None:
+        """Release the units that were read outside their forward, until a backward over the same graphs."""
+        self._released |= self.reads
+        self.reads.clear()
 
     def begin_forward(self) -> None:
-        """Begin a forward, whose graph is the one that the next backward runs over."""
-        self._released.clear()
+        """Begin a forward."""
+        self._read_before = set(self.reads)
+
+    def end_unrecorded(self) -> None:
+        """End a forward without a graph: free the units that it alone has read."""
+        alone = self.reads - self._read_before
+        self.reads -= alone
+        for index in alone:
+            self.free(index)
 
     def begin_backward(self) -> Sequence[int]:
         """Begin a backward. Gradients are enabled on its thread if it runs with create_graph.
@@ -80,14 +87,16 @@ class Holds:
         return again
 
     def end_backward(self) -> None:
-        """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
-        self._graphs_of_graphs &= self._creates_graph
-        self._released = set(self.reads)
+        """End the backward: release its readers and, if it ran without create_graph, what graphs of graphs read."""
+        if self._graphs_of_graphs and not self._creates_graph:
+            self._graphs_of_graphs = False
+            self._released.update(unit.index for unit in self._units if unit.sharded and unit.ready)
         self.release_reads()
 
     def end_step(self) -> None:
         """Release all graphs, which are invalid after parameters were updated."""
         self._graphs_of_graphs = False
+        self.reads.clear()
         self._released.clear()
 
     @contextlib.contextmanager
