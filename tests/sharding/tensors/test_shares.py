@@ -418,6 +418,21 @@ def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
         assert sorted(seen[0]) == sorted(seen[1]), name
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(4)
+def test_aliases_that_require_gradients_have_their_own(preset: str) -> None:
+    pair, x = Pair(preset), samples(0, 1, 4)[0, 0]
+    outcomes = []
+    for weight in (each.first.weight for each in (pair.model, pair.one)):
+        alias = weight.detach().requires_grad_()
+        (x @ alias.T).square().mean().backward()
+        (by_grad,) = torch.autograd.grad(alias.square().sum(), alias)
+        assert weight.grad is None
+        outcomes.append((alias.grad, by_grad))
+    for value, expected in zip(*outcomes, strict=True):
+        same(value, expected, "a gradient")
+
+
 # -- optimizers that users make --------------------------------------------------------------------------------
 
 OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (

@@ -97,6 +97,8 @@ class ModelParameter(LiveParameter):
             dtypes: Dtypes of the operation's plain floating-point tensors.
         """
         follows = torch.is_grad_enabled() and share.requires_grad
+        if follows and share is not self.share:
+            return share.full_tensor()  # an alias that was made a leaf has a gradient of its own
         if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()

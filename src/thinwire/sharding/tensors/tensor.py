@@ -210,6 +210,8 @@ class ShareTensor(torch.Tensor):
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
             args, kwargs = replaced(ShareTensor, _computed, (args, kwargs))
+            if any(isinstance(one, ShareTensor) for one in tensors_among((args, kwargs))):
+                return super().__torch_function__(func, types, args, kwargs)  # leaves that programs have made
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # torch has no such detach() for subclasses; state_dict() calls it
@@ -343,7 +345,7 @@ def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args:
 
 def _computed(share: ShareTensor) -> torch.Tensor:
     """The tensor that modules compute with, if the share is a parameter."""
-    return getattr(share.live, "compute_tensor", share)
+    return getattr(share.live, "compute_tensor", share) if share.live and share.live.is_own(share) else share
 
 
 def _with_wholes(args: Any, kwargs: Any, wholes: _Wholes) -> tuple[Any, Any]:
