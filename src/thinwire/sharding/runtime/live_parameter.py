@@ -179,6 +179,12 @@ class ModelParameter(LiveParameter):
         with torch._C.DisableTorchFunctionSubclass():
             grad = _TORCHS_GRAD.__get__(share)
             _TORCHS_GRAD.__set__(share, None)
+        if self.compute_tensor._backward_hooks:
+            raise UsageError(
+                f"a hook on the gradient of {self.share.spec.name} misses a part of it, as a loss uses the parameter "
+                "outside of the forward, in an operation in place or before the hook is set: set hooks before the "
+                "loss is computed, and add to other tensors out of place"
+            )
         spec = self.share.spec
         piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
         self.gradients.add(self.trained, piece.detach().clone())

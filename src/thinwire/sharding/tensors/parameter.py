@@ -105,7 +105,8 @@ class ShardedParameter(ShareTensor):
         return self
 
     def register_hook(self, hook: GradientHook) -> RemovableHandle:
-        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients."""
+        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients. As in
+        torch, it is the sum of all uses, those outside of the forward included."""
         return self.live.hook_gradient(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

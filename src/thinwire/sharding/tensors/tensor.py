@@ -227,7 +227,10 @@ class ShareTensor(torch.Tensor):
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if torch.is_grad_enabled() and _misses_hooks(func, result, args, kwargs):
+                    raise NeedsWhole
+                return result
         except NeedsWhole:
             pass
         written = [tensor for tensor in changed_tensors(func, args, kwargs) if isinstance(tensor, ShareTensor)]
@@ -363,6 +366,16 @@ def _with_wholes(args: Any, kwargs: Any, wholes: _Wholes) -> tuple[Any, Any]:
 
     plain: tuple[Any, Any] = replaced(ShareTensor, whole, (args, kwargs))
     return plain
+
+
+def _misses_hooks(func: Callable[..., Any], result: Any, args: Any, kwargs: Any) -> bool:
+    """Whether autograd has recorded an operation on the share of a parameter whose gradient has hooks, which would not
+    see this part of it: they are those of the tensor that modules compute with. An operation in place cannot be done
+    again; the parameter refuses its gradient."""
+    shares = [one for one in tensors_among((args, kwargs)) if isinstance(one, ShareTensor)]
+    if not any(_computed(one) is not one and _computed(one)._backward_hooks for one in shares):
+        return False
+    return not changed_tensors(func, args, kwargs) and any(one.grad_fn is not None for one in tensors_among(result))
 
 
 def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
