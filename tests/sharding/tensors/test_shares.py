@@ -418,6 +418,40 @@ def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
         assert sorted(seen[0]) == sorted(seen[1]), name
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(4)
+def test_hooks_see_gradients_of_all_uses_at_once(preset: str) -> None:
+    pair = Pair(preset)
+    for each in (pair.model, pair.one):
+        weight = each.first.weight
+        handle = weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        loss = each(samples(0, 1, 4)[0, 0]).square().mean() + weight.square().sum() + weight.norm()
+        (loss + sum(map(torch.sum, torch._foreach_mul([weight, each.first.bias], 0.1)))).backward()
+        handle.remove()
+    pair.check_gradients("hooked")
+    weight = pair.model.first.weight
+    loss = weight.square().sum()
+    weight.register_hook(lambda gradient: gradient)
+    assert "set hooks before the loss is computed" in raised(UsageError, loss.backward)
+    loss = torch.zeros_like(weight.detach()).add_(weight).sum()
+    assert "out of place" in raised(UsageError, loss.backward)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@on_ranks(4)
+def test_aliases_that_require_gradients_have_their_own(preset: str) -> None:
+    pair, x = Pair(preset), samples(0, 1, 4)[0, 0]
+    outcomes = []
+    for weight in (each.first.weight for each in (pair.model, pair.one)):
+        alias = weight.detach().requires_grad_()
+        (x @ alias.T).square().mean().backward()
+        (by_grad,) = torch.autograd.grad(alias.square().sum(), alias)
+        assert weight.grad is None
+        outcomes.append((alias.grad, by_grad))
+    for value, expected in zip(*outcomes, strict=True):
+        same(value, expected, "a gradient")
+
+
 # -- optimizers that users make --------------------------------------------------------------------------------
 
 OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -50,10 +51,13 @@ class ModelParameter(LiveParameter):
         self.masters, self.gradients = masters, gradients
         self.unit, self.compute_tensor, self.trained = unit, compute, trained
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
-        self._gradient: ShareTensor | None = None
+        self.held_gradient: ShareTensor | None = None
         self._loads = 0
 
     # -- the values --------------------------------------------------------------------------------------------
+
+    def is_own(self, share: ShareTensor) -> bool:
+        return share is self.share
 
     def before_update(self, share: ShareTensor, *, loads: bool = False) -> ShareTensor | None:
         """Give a frozen parameter that is kept in a narrower dtype than it had a master: in bfloat16, 1 plus 0.3 % is
@@ -93,6 +97,8 @@ class ModelParameter(LiveParameter):
             dtypes: Dtypes of the operation's plain floating-point tensors.
         """
         follows = torch.is_grad_enabled() and share.requires_grad
+        if follows and share is not self.share:
+            return share.full_tensor()  # an alias that was made a leaf has a gradient of its own
         if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()
@@ -106,11 +112,13 @@ class ModelParameter(LiveParameter):
     def gradient(self) -> ShareTensor | None:
         if self.trained is None or not self.gradients.exists(self.trained):
             return None
-        if self._gradient is None:
-            values, live = self.trained.part.owned.memory[self.trained.owned], _LiveGradient(self)
-            self._gradient = ShareTensor(live.piece, self.share.spec, like=values, live=live)
-            self.gradients.parting.add(self._part_with_gradient)
-        return self._gradient
+        return self.held_gradient if self.held_gradient is not None else self._hold_gradient(self.trained)
+
+    def _hold_gradient(self, trained: TrainedParameter) -> ShareTensor:
+        values, live = trained.part.owned.memory[trained.owned], _LiveGradient(self)
+        self.held_gradient = ShareTensor(self.gradient_piece, self.share.spec, like=values, live=live)
+        self.gradients.parting.add(self._part_with_gradient)
+        return self.held_gradient
 
     def gradient_piece(self) -> torch.Tensor:
         """Wait for the combined gradient and return this rank's share of it, 1-D.
@@ -123,11 +131,15 @@ class ModelParameter(LiveParameter):
 
     def _part_with_gradient(self) -> None:
         """Let the gradient, which is about to be dropped, keep its values if somebody still holds it."""
-        if self._gradient is None:
+        if self.held_gradient is None:
             return
-        live = weakref.ref(cast(_LiveGradient, self._gradient.live))
-        self._gradient = None
-        if (held := live()) is not None:
+        memory = weakref.ref(self.held_gradient.memory)
+        self.held_gradient = None
+        if (held := memory()) is None:
+            return
+        if self.trained is not None and self.trained.part.unsynced:
+            held.held, held.live = partial(_refuse_dropped, self.share.spec.name), None
+        else:
             held.part()
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
@@ -152,12 +164,13 @@ class ModelParameter(LiveParameter):
         if trained.part.unsynced:
             raise UsageError(f"{self.share.spec.name}.grad is set before the step's last backward")
         with torch.no_grad():
-            if self._gradient is None or value is not self._gradient:
+            if self.held_gradient is None or value is not self.held_gradient:
                 if isinstance(value, ShareTensor) and not value.spec.same_cut(self.share.spec):
                     value = value.full_tensor()
                 piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
                 self._part_with_gradient()
                 self.gradients.replace(trained, piece)
+                self._hold_gradient(trained).lend_to(value)
         self.gradients.note_set(trained)
 
     def accumulated(self, share: torch.Tensor) -> None:
@@ -166,6 +179,12 @@ class ModelParameter(LiveParameter):
         with torch._C.DisableTorchFunctionSubclass():
             grad = _TORCHS_GRAD.__get__(share)
             _TORCHS_GRAD.__set__(share, None)
+        if self.compute_tensor._backward_hooks:
+            raise UsageError(
+                f"a hook on the gradient of {self.share.spec.name} misses a part of it, as a loss uses the parameter "
+                "outside of the forward, in an operation in place or before the hook is set: set hooks before the "
+                "loss is computed, and add to other tensors out of place"
+            )
         spec = self.share.spec
         piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
         self.gradients.add(self.trained, piece.detach().clone())
@@ -193,40 +212,28 @@ class _LiveGradient(Live):
 
     def __init__(self, parameter: ModelParameter) -> None:
         self._parameter = parameter
-        self._dropped = False
-        self._values: torch.Tensor | None = None  # once it is dropped; None if ranks had not combined it
 
-    def piece(self) -> torch.Tensor:
-        """This rank's share of the gradient, 1-D; see :meth:`ModelParameter.gradient_piece`."""
-        if not self._dropped:
-            return self._parameter.gradient_piece()
-        if self._values is None:
-            raise UsageError(
-                f"a gradient of {self._parameter.share.spec.name} is read that was dropped before the step's last "
-                "backward: ranks had not combined it. Drop it after that backward"
-            )
-        return self._values
-
-    def part(self) -> None:
-        """Keep the values, because the runtime is about to reuse their memory."""
-        trained = self._parameter.trained
-        if trained is not None and not trained.part.unsynced:
-            self._values = self.piece().clone()
-        self._dropped = True
+    def is_own(self, share: ShareTensor) -> bool:
+        return share is self._parameter.held_gradient
 
     def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
         """A gradient keeps its memory."""
 
     def before_write(self) -> None:
-        self.piece()
+        self._parameter.gradient_piece()
 
     def after_write(self) -> None:
-        if not self._dropped:
-            self._parameter.gradients.changed()
+        self._parameter.gradients.changed()
 
     def overflowed(self) -> None:
-        if not self._dropped:
-            self._parameter.gradients.overflowed()
+        self._parameter.gradients.overflowed()
 
     def norms(self, order: float) -> torch.Tensor | None:
-        return None if self._dropped else self._parameter.gradients.norms(order)[self._parameter.share.spec.name]
+        return self._parameter.gradients.norms(order)[self._parameter.share.spec.name]
+
+
+def _refuse_dropped(name: str) -> NoReturn:
+    raise UsageError(
+        f"a gradient of {name} is read that was dropped before the step's last backward: ranks had not combined it. "
+        "Drop it after that backward"
+    )

@@ -303,7 +303,7 @@ def _alias(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         shape = torch.Size(args[1])
         if -1 in shape or shape != share.spec.shape:
             raise NeedsWhole
-    return cls(share._piece, share.spec, like=share, live=share.live)
+    return share.alias()
 
 
 def _copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

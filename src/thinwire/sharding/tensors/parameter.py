@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.errors import UsageError
 from thinwire.sharding.tensors.spec import Live, ShareSpec
 from thinwire.sharding.tensors.tensor import ShareTensor
 
@@ -53,8 +52,6 @@ class ShardedParameter(ShareTensor):
     dtype.
     """
 
-    live: LiveParameter
-
     @staticmethod
     def __new__(
         cls: type[ShardedParameter],
@@ -85,35 +82,9 @@ class ShardedParameter(ShareTensor):
         self.live.set_gradient(None)
 
     @property
-    def data(self) -> ShareTensor:
-        """The same piece, without autograd."""
-        return ShareTensor(self._piece, self.spec, like=self, live=self.live)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        if value.dtype != self.dtype:
-            self.live.before_update(self)
-        if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.dtype or value.device != self.device:
-            raise UsageError(
-                f"{self.spec.name}.data = a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}: "
-                f"the shape {tuple(self.spec.shape)}, {self.dtype} and {self.device} are fixed once the model is "
-                "sharded. Convert the model before thinwire.shard; the plan's compute_dtype says what forward and "
-                "backward use"
-            )
-        if isinstance(value, ShareTensor) and self._is_same_memory(value):
-            return  # module.to(...) assigns a tensor to itself if it already has the right type
-        with torch.no_grad():
-            self.copy_(value)
-
-    def _is_same_memory(self, other: ShareTensor) -> bool:
-        """Whether ``other`` is an alias of this parameter. All ranks get the same answer, even those with an empty
-        piece, which has no address: a write is collective, so ranks must agree on whether there is one."""
-        mine, theirs = self.piece, other.piece
-        return (
-            other.spec.name == self.spec.name
-            and mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata
-            and mine.storage_offset() == theirs.storage_offset()
-        )
+    def live(self) -> LiveParameter:
+        """The runtime."""
+        return cast(LiveParameter, self.memory.live)
 
     @property
     def requires_grad(self) -> bool:
@@ -134,7 +105,8 @@ class ShardedParameter(ShareTensor):
         return self
 
     def register_hook(self, hook: GradientHook) -> RemovableHandle:
-        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients."""
+        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients. As in
+        torch, it is the sum of all uses, those outside of the forward included."""
         return self.live.hook_gradient(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,9 @@ class Holders(Protocol):
 class Live(Protocol):
     """The runtime behind a share tensor that is a view of the runtime's memory."""
 
+    def is_own(self, share: Any) -> bool:
+        """Whether a share tensor over the runtime's memory is the runtime's, and no alias of it."""
+
     def before_update(self, share: Any, *, loads: bool = False) -> Any:
         """Prepare for a change of a share's values that may be small against them, and ``loads`` if it may be a load;
         returns a share tensor over other memory that is to take its place, or ``None``. Collective."""
@@ -71,6 +74,28 @@ class Live(Protocol):
     def norms(self, order: float) -> torch.Tensor | None:
         """Norm of the whole tensor from one exchange for many tensors, fp32, 0-D; ``None`` if the runtime has no such
         exchange. Collective."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Memory:
+    """What a share tensor stores. Its aliases store the same, as tensors over one storage do.
+
+    Attributes:
+        held: The piece: contiguous, 1-D, ``[spec.length]``; or a function that returns it, called at every access.
+        live: Runtime to notify of changes; ``None`` if the piece is not the runtime's memory.
+    """
+
+    held: torch.Tensor | Callable[[], torch.Tensor]
+    live: Live | None
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """The piece."""
+        return self.held if isinstance(self.held, torch.Tensor) else self.held()
+
+    def part(self) -> None:
+        """Keep the values, because the runtime is about to reuse their memory."""
+        self.held, self.live = self.piece.detach().clone(), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +128,10 @@ class ShareSpec:
             and (self.name == other.name)
             and (self.shape, self.offset, self.length) == (other.shape, other.offset, other.length)
         )
+
+    def is_before(self, other: ShareSpec) -> bool:
+        """Whether a tensor was cut as a parameter was before it got masters, which have another dtype."""
+        return self.name == other.name and self.holders is not other.holders
 
     @property
     def boxes(self) -> Sequence[Box]:

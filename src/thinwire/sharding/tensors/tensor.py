@@ -25,6 +25,7 @@ differ from rank to rank, and a single rank may own a whole tensor.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -33,7 +34,7 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.arguments import changed_tensors, receives, replaced, tensors_among
 from thinwire.sharding.tensors.operations import perform
-from thinwire.sharding.tensors.spec import Live, NeedsWhole, ShareSpec
+from thinwire.sharding.tensors.spec import Live, Memory, NeedsWhole, ShareSpec
 from thinwire.sharding.tensors.views import ShareView, with_views
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class ShareTensor(torch.Tensor):
     """
 
     spec: ShareSpec
-    live: Live | None
-    _piece: torch.Tensor | Callable[[], torch.Tensor]
+    memory: Memory
 
     @staticmethod
     def __new__(
@@ -88,7 +88,7 @@ class ShareTensor(torch.Tensor):
         share: ShareTensor = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=options.dtype, device=options.device, requires_grad=requires_grad
         )
-        share._piece, share.spec, share.live = piece, spec, live
+        share.memory, share.spec = Memory(piece, live), spec
         return share
 
     # -- public interface --------------------------------------------------------------------------------------
@@ -96,7 +96,68 @@ class ShareTensor(torch.Tensor):
     @property
     def piece(self) -> torch.Tensor:
         """This rank's elements: contiguous, 1-D, ``[spec.length]``."""
-        return self._piece() if callable(self._piece) and not isinstance(self._piece, torch.Tensor) else self._piece
+        return self.memory.piece
+
+    @property
+    def live(self) -> Live | None:
+        """Runtime to notify of changes; ``None`` if the piece is not the runtime's memory."""
+        return self.memory.live
+
+    def alias(self) -> ShareTensor:
+        """Another share tensor over the same memory, without autograd."""
+        alias = ShareTensor(self.memory.held, self.spec, like=self)
+        alias.memory = self.memory
+        return alias
+
+    @property
+    def data(self) -> ShareTensor:
+        """The same piece, without autograd."""
+        return self.alias()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Move to other memory. As in torch, aliases stay with what the tensor has had, and share tensors with the same
+        cut share memory from now on, unless both have the runtime's."""
+        if isinstance(value, ShareTensor) and value.memory is self.memory:
+            return  # module.to(...) assigns a tensor to itself if it already has the right type
+        if self.live is not None and self.live.is_own(self):
+            dtype = self.dtype
+            self._part_with_aliases()
+            _before_update([self], [value] if value.dtype == dtype else ())
+            is_older = isinstance(value, ShareTensor) and value.spec.is_before(self.spec)
+            self._check_like_this(value, (self.dtype, dtype, value.dtype if is_older else dtype))
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self.copy_(value)
+            self.lend_to(value)
+            return
+        self._check_like_this(value, (self.dtype,))
+        source = value if isinstance(value, ShareTensor) else cast(ShareTensor, torch.empty_like(self).copy_(value))
+        self.memory, self.spec = source.memory, source.spec
+
+    def _part_with_aliases(self) -> None:
+        """Let aliases keep the present values, because this tensor, whose memory is the runtime's, gets others."""
+        memory = weakref.ref(self.memory)
+        self.memory = Memory(self.memory.held, self.memory.live)
+        if (held := memory()) is not None:
+            held.part()
+
+    def lend_to(self, other: torch.Tensor) -> None:
+        """Share the runtime's memory, which has got ``other``'s values, with it and its aliases, as torch would share
+        theirs. What is in the runtime's memory already stays where it is."""
+        if not isinstance(other, ShareTensor) or other.live is not None:
+            return
+        if other.dtype == self.dtype and other.spec.same_cut(self.spec):
+            other.memory.held, other.memory.live = self.memory.held, self.memory.live
+            self.memory = other.memory
+
+    def _check_like_this(self, value: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+        if tuple(value.shape) != tuple(self.shape) or value.dtype not in dtypes or value.device != self.device:
+            model = "the model before thinwire.shard; the plan's compute_dtype says what forward and backward use"
+            raise UsageError(
+                f"{self.spec.name}.data = a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}: "
+                f"the shape {tuple(self.shape)}, {self.dtype} and {self.device} are fixed once the model is "
+                f"sharded. Convert {model if getattr(self, '_is_param', False) else 'what is assigned'}"
+            )
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, which share memory with the tensor; 1-D, or in the whole shape if this rank holds the
@@ -149,6 +210,8 @@ class ShareTensor(torch.Tensor):
             # Autograd graphs contain the tensors that modules compute with. As in DDP, the result of autograd.grad is
             # not combined.
             args, kwargs = replaced(ShareTensor, _computed, (args, kwargs))
+            if any(isinstance(one, ShareTensor) for one in tensors_among((args, kwargs))):
+                return super().__torch_function__(func, types, args, kwargs)  # leaves that programs have made
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # torch has no such detach() for subclasses; state_dict() calls it
@@ -164,7 +227,10 @@ class ShareTensor(torch.Tensor):
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if torch.is_grad_enabled() and _misses_hooks(func, result, args, kwargs):
+                    raise NeedsWhole
+                return result
         except NeedsWhole:
             pass
         written = [tensor for tensor in changed_tensors(func, args, kwargs) if isinstance(tensor, ShareTensor)]
@@ -282,7 +348,7 @@ def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args:
 
 def _computed(share: ShareTensor) -> torch.Tensor:
     """The tensor that modules compute with, if the share is a parameter."""
-    return getattr(share.live, "compute_tensor", share)
+    return getattr(share.live, "compute_tensor", share) if share.live and share.live.is_own(share) else share
 
 
 def _with_wholes(args: Any, kwargs: Any, wholes: _Wholes) -> tuple[Any, Any]:
@@ -300,6 +366,16 @@ def _with_wholes(args: Any, kwargs: Any, wholes: _Wholes) -> tuple[Any, Any]:
 
     plain: tuple[Any, Any] = replaced(ShareTensor, whole, (args, kwargs))
     return plain
+
+
+def _misses_hooks(func: Callable[..., Any], result: Any, args: Any, kwargs: Any) -> bool:
+    """Whether autograd has recorded an operation on the share of a parameter whose gradient has hooks, which would not
+    see this part of it: they are those of the tensor that modules compute with. An operation in place cannot be done
+    again; the parameter refuses its gradient."""
+    shares = [one for one in tensors_among((args, kwargs)) if isinstance(one, ShareTensor)]
+    if not any(_computed(one) is not one and _computed(one)._backward_hooks for one in shares):
+        return False
+    return not changed_tensors(func, args, kwargs) and any(one.grad_fn is not None for one in tensors_among(result))
 
 
 def _mixes_with_plain(args: Any, kwargs: Any) -> bool:

@@ -38,8 +38,8 @@ class ShareView(torch.Tensor):
 
     @property
     def key(self) -> int:
-        """Says which tensor is written to: its aliases have the same piece."""
-        return id(self.share._piece)
+        """Says which tensor is written to: its aliases have the same memory."""
+        return id(self.share.memory)
 
     @classmethod
     def __torch_function__(
