@@ -14,4 +14,4 @@ def test_messages_of_every_size_take_few_blocks() -> None:
         assert allocate(nbytes, torch.uint8, torch.device("cpu")).nbytes == nbytes
     assert sum(len(kept) - before.get(size, 0) for size, kept in memory._blocks.items()) <= 9
     whole = allocate(3 * SMALLEST, torch.uint8, torch.device("cpu"))
-    assert whole.untyped_storage().nbytes() == 3 * SMALLEST  # these and powers of two waste nothing
+    assert whole.untyped_storage().nbytes() == 3 * SMALLEST  # a size that was never seen wastes nothing

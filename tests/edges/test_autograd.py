@@ -270,6 +270,11 @@ class CheckpointedTwice(Stack):
         return self.last(x)
 
 
+def test_gradients_that_come_again_before_their_reduction_has_begun() -> None:
+    """It waits for the other units of its bucket, and sums over the replicas what the second gradients add to."""
+    run_ranks(4, partial(every, plans=("mics",)), (CheckpointedTwice,))
+
+
 @pytest.mark.slow
 @over_plans
 def test_gradients_that_come_twice_in_a_backward(plans: Sequence[str]) -> None:

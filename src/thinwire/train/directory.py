@@ -237,7 +237,8 @@ class RunDirectory:
         write_json(self.versions, versions)
         write_atomically(self.command, command + "\n")
         write_atomically(self.plan, plan.to_toml(full=True))
-        write_atomically(self.recipe, recipe.to_toml())  # the last: a directory with a recipe holds a run
+        written = recipe.with_(model=recipe.model.stated())
+        write_atomically(self.recipe, written.to_toml())  # the last: a directory with a recipe holds a run
 
     def _num_starts(self) -> int:
         return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0

@@ -170,6 +170,10 @@ class Reducer:
         for unit, parts in self.gradients.items():
             if any(part.seen or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()
+                if unit in self._reduced:
+                    self.join()  # the unit's turn may have waited for others, and begun after late gradients came
+                    for part in parts:
+                        part.expect_sum()
                 self._perform(unit, self._turns.late(unit))
         self._reduced.clear()
 

@@ -305,6 +305,12 @@ class UnitGradient:
         self.seen.clear()
         return target
 
+    def expect_sum(self) -> None:
+        """Let ``owned`` be part of another sum over the replicas; no reduction of it is in flight."""
+        if self.synchronised and not self.topology.mean:
+            self.owned.values.mul_(1.0 / self.topology.replica)
+        self.synchronised = False
+
     def drop(self) -> None:
         """Drop the gradients that a failed backward has delivered. If they were added to ``local``, its earlier content
         is lost as well: zero the gradients and repeat the step's micro-batches."""
@@ -372,9 +378,7 @@ class UnitGradient:
         """
         if self._forgotten:
             self._forgotten.clear()
-        if self.synchronised and not self.topology.mean:
-            self.owned.values.mul_(1.0 / self.topology.replica)
-        self.synchronised = False
+        self.expect_sum()
         self._into_local = self._at_home and not (last and self._networked and (late or not self.has_local))
 
     def _target(self) -> tuple[torch.Tensor, bool]:

@@ -102,7 +102,7 @@ class Deliveries(Delivery):
         def hook(parameter: torch.Tensor) -> None:
             if (unit := alive()) is None:
                 return
-            if unit._unit.state is not State.GATHERED:
+            if unit._unit.state is not State.GATHERED and unit._index not in unit._passes.holds.copied:
                 unit._refuse(slot)
             if unit._only is not None:
                 grads: list[Any] = list(map(_gradient_of, unit._parameters))

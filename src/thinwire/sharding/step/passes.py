@@ -500,6 +500,8 @@ class Passes:
         yield
         if self._units[index].sharded:
             self.holds.free(index)
+            if torch.is_grad_enabled():
+                self.holds.copied.add(index)
 
     def read(self, index: int) -> None:
         """Prepare a unit's parameters for a read, which may come from outside the unit's forward.

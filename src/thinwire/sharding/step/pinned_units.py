@@ -27,6 +27,8 @@ class Holds:
     Attributes:
         reads: Units that were read outside their own forward. No hook runs when such a reader is done, so they stay
             whole until the backward ends.
+        copied: Units of which this step's graphs hold copies, made outside of forwards: gradients arrive whether or not
+            these units are whole.
         depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
         blocks: Names of the open blocks in which nothing is updated, the outermost first.
     """
@@ -38,6 +40,7 @@ class Holds:
         self._keeps = False  # whether units stay as they are once they are gathered
         self.reads: set[int] = set()
         self._read_before: set[int] = set()  # those of them that forwards before the current one have read
+        self.copied: set[int] = set()
         # Those that this step's backwards have released. Another backward over a retained graph needs them again.
         self._released: set[int] = set()
         # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
@@ -96,8 +99,8 @@ class Holds:
     def end_step(self) -> None:
         """Release all graphs, which are invalid after parameters were updated."""
         self._graphs_of_graphs = False
-        self.reads.clear()
-        self._released.clear()
+        for units in (self.reads, self.copied, self._released):
+            units.clear()
 
     @contextlib.contextmanager
     def block(self, name: str) -> Iterator[None]:

@@ -58,6 +58,13 @@ class ModelRecipe(Dimensions):
         preset = self.preset if self.preset in ModelSpec.preset_names() else None
         return self.kind or ("llama" if preset is None else ModelSpec.preset(preset).kind)
 
+    def stated(self) -> ModelRecipe:
+        """The same model, with ``kind`` and ``tied_embedding`` also where its preset or a default says them."""
+        if self.family == "huggingface":
+            return self
+        shape = self.shape(vocab=1, seq=1)
+        return self.with_(kind=shape.kind, tied_embedding=shape.tied_embedding)
+
     def idle(self) -> dict[str, str]:
         """Keys that change nothing in this model, and why."""
         if self.family == "huggingface":
