@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import glob
 import json
 import os
 import re
@@ -228,20 +227,16 @@ def _directory(options: TrainOptions, ranks: Started | None) -> RunDirectory:
 
 
 def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
-    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on; to resume, the newest
+    """The directory of a run that has no ``--out``: ``parent/stem``, ``parent/stem-2`` and so on; to resume, the one
     that was started last, as runs may be deleted and older ones resumed."""
     if resume:
-        known = [one for one in parent.glob(f"{glob.escape(stem)}*") if _is_numbered(one.name, stem)]
+        known = [one for one in parent.glob("*") if re.fullmatch(rf"{re.escape(stem)}(-\d+)?", one.name)]
         return max(known, key=_last_start, default=parent / stem)
     number, path = 1, parent / stem
     while path.exists() and any(path.iterdir()):
         number += 1
         path = parent / f"{stem}-{number}"
     return path
-
-
-def _is_numbered(name: str, stem: str) -> bool:
-    return re.fullmatch(rf"{re.escape(stem)}(-\d+)?", name) is not None
 
 
 def _last_start(path: Path) -> float:
