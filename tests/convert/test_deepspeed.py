@@ -305,10 +305,29 @@ def test_a_constant_learning_rate() -> None:
     assert (optimizer.lr, optimizer.warmup, optimizer.final_lr_share) == (1e-3, 1000, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("peak", "note"), [({}, "DeepSpeed before 0.17.2 took 0.001 instead"), ({"warmup_max_lr": "auto"}, "")], ids=str
+)
+def test_another_learning_rate_of_older_releases_is_said(peak: dict[str, Any], note: str) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear", **peak}}
+    conversion = convert(optimizer={"type": "AdamW", "params": {"lr": 5e-4}}, scheduler=scheduler)
+    assert recipe(conversion).optimizer.lr == 5e-4
+    text = row(conversion, "optimizer.params.lr").judgement.text
+    assert text.startswith(note)
+    assert bool(text) == bool(note)
+
+
+OFFLOADED = "zero_optimization.offload_optimizer"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (zero(4), "zero_optimization.stage", "expected 0, 1, 2 or 3"),
-    (zero(3, offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer", "shard more"),
-    (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param", "shard more"),
+    (zero(3, offload_optimizer={"device": "nvme"}), f"{OFFLOADED}.device", "shard more"),
+    (zero(3, offload_param={"device": "nvme"}), "zero_optimization.offload_param.device", "shard more"),
+    (zero(2, offload_optimizer={"devcie": "cpu"}), f"{OFFLOADED}.devcie", "did you mean device"),
+    (zero(2, offload_optimizer={"device": "cpu", "ratio": 2}), f"{OFFLOADED}.ratio", "from 0 to 1"),
+    (zero(2, offload_optimizer="cpu"), OFFLOADED, "expected a table with the keys device"),
+    (zero(0, offload_optimizer={"device": "cpu"}), f"{OFFLOADED}.device", "zero_optimization.stage=1"),
+    (zero(0, cpu_offload=True), "zero_optimization.cpu_offload", "zero_optimization.stage=1"),
+    (zero(3, zeropp_loco_param={"beta": 1}), "zero_optimization.zeropp_loco_param", "keys err_beta, reset_T"),
     (zero(2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow", "use offload_optimizer alone"),
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "wire.error_feedback = true"),
     ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "tw.optimizer(model, CLASS, ...)"),
@@ -318,6 +337,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "torch.optim.Adam",
     ),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type", "WarmupCosineLR"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.type", "scheduler.params.warmup_max_lr=0.001"),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.type", "warmup_type=linear"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads", "fp32"),
     ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype", "grad_accum_dtype=fp32"),
@@ -349,7 +369,22 @@ def test_everything_that_is_offloaded_lives_on_the_host() -> None:
     offloaded = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     everything = Residence(optimizer="host-stream", gradients="host", params="host")
     assert convert(**offloaded).plan().residence == everything
-    assert convert(**zero(2, cpu_offload_param=True)).plan().residence == Residence(params="host")
+    assert convert(**zero(3, cpu_offload_param=True)).plan().residence == Residence(params="host")
+
+
+@pytest.mark.parametrize("offload", [{"offload_param": {"device": "cpu"}}, {"cpu_offload_param": True}], ids=str)
+def test_parameters_are_offloaded_at_stage_3_only(offload: dict[str, Any]) -> None:
+    conversion = convert(**zero(2, **offload))
+    assert conversion.plan().residence == Residence()
+    assert "DeepSpeed uses it at stage 3 only" in {row.judgement.text for row in conversion.rows}
+
+
+def test_how_deepspeed_offloads_is_ignored_key_by_key() -> None:
+    offload = {"device": "cpu", "ratio": 0.3, "super_offload": True, "pin_memory": True, "fast_init": False}
+    conversion = convert(**zero(3, offload_optimizer=offload))
+    assert conversion.plan().residence == Residence(optimizer="host-stream", gradients="host")
+    actions = [row(conversion, f"{OFFLOADED}.{key}").judgement.action for key in offload]
+    assert actions == ["mapped", *["ignored"] * 4]
 
 
 def test_features_that_are_off_are_not_refused() -> None:

@@ -10,6 +10,9 @@ from thinwire.convert.source import Rule, Rules, Source, at_least_1, because, fl
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""
 
+_PEAK: Final = 0.001
+"""``warmup_max_lr`` of WarmupDecayLR where it is left out, and of WarmupLR before DeepSpeed 0.17.2."""
+
 _ONE_BIT: Final = ("onebitadam", "onebitlamb", "zerooneadam")
 _OTHERS: Final = ("adagrad", "lamb", "muadam", "muadamw", "musgd", "lion", "muon", "sgd")
 
@@ -48,7 +51,9 @@ def _positive(rule: Rule) -> Rule:
 def _lr(value: float, source: Source) -> Judgement:
     if source.get("scheduler.params.warmup_max_lr") is not None:
         return ignored("scheduler.params.warmup_max_lr replaces it")
-    return mapped(recipe={"optimizer.lr": value})
+    is_peak = source.get("scheduler.type") == "WarmupLR" and "warmup_max_lr" not in source.keys("scheduler.params")
+    note = f"DeepSpeed before 0.17.2 took {_PEAK} instead: --set scheduler.params.warmup_max_lr={_PEAK} for that"
+    return mapped(recipe={"optimizer.lr": value}, note=note if is_peak and value != _PEAK else "")
 
 
 def _betas(value: Any, _source: Source) -> Judgement:
@@ -96,17 +101,20 @@ OPTIMIZER_RULES: Final[Rules] = {
 
 
 def _scheduler(value: Any, source: Source) -> Judgement:
+    given = source.keys("scheduler.params")
     if value not in ("WarmupLR", "WarmupCosineLR"):
+        is_left_out = value == "WarmupDecayLR" and "warmup_max_lr" not in given
+        peak = f" with its peak, --set scheduler.params.warmup_max_lr={_PEAK}" if is_left_out else ""
         return refused(
             "a recipe's learning rate warms up linearly, then stays or decays by a cosine: --set "
-            "scheduler.type=WarmupCosineLR or WarmupLR, or keep the scheduler in your own loop and --drop scheduler"
+            f"scheduler.type=WarmupCosineLR or WarmupLR{peak}, or keep the scheduler in your own loop and "
+            "--drop scheduler"
         )
     if source.get("scheduler.params.warmup_type", "log") != "linear":
         return refused(
             "DeepSpeed warms up by a logarithm unless warmup_type says otherwise, a recipe linearly: --set "
             "scheduler.params.warmup_type=linear, or --drop scheduler"
         )
-    given = source.keys("scheduler.params")
     # Without the key, DeepSpeed warms up for 1000 steps; with "auto", for as many as the Trainer computes.
     warmup = {} if "warmup_num_steps" in given else {"optimizer.warmup": 1000}
     if value == "WarmupLR":

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from thinwire.convert.deepspeed_precision import compute_itemsize, wire_itemsize
 from thinwire.convert.outcome import ON_HOST, PARAMS_ON_HOST, Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rule, Rules, Source, always, because, flag, off, switch, whole
+from thinwire.convert.source import Rule, Rules, Source, always, because, flag, number, off, switch, whole
 from thinwire.spec import Factor
 from thinwire.spec.plan_parts.chain import groups
 
@@ -94,7 +94,9 @@ def _codecs(plan: Mapping[str, Any], note: str) -> Rule:
 
 
 def _loco(value: Any, source: Source) -> Judgement:
-    if value is None or stage_of(source) != 3 or not source.get("zero_optimization.zero_quantized_gradients", False):
+    if not isinstance(value, Mapping) or value.keys() - {"err_beta", "reset_T"}:
+        return refused("expected a table with the keys err_beta, reset_T")
+    if stage_of(source) != 3 or not source.get("zero_optimization.zero_quantized_gradients", False):
         return ignored("it has an effect with quantized gradients at stage 3 only")
     note = "its share takes the place of err_beta; nothing is reset; removed from DeepSpeed 0.19"
     return mapped(plan={"wire.error_feedback": True}, note=note)
@@ -140,22 +142,48 @@ def _live(key: str) -> Rule:
     return _unless_0({"kept_unit": "none"}, _elements(key))
 
 
-def _offload(plan: Mapping[str, Any], note: str = "") -> Rule:
-    """A rule for what is offloaded; ``plan`` has the fields that keep it on the host."""
+def _device(rule: Rule) -> Rule:
+    """Apply a rule to states that DeepSpeed keeps on the host; those in files are refused."""
 
-    def rule(value: Any, _source: Source) -> Judgement:
-        device = value.get("device", "none") if isinstance(value, Mapping) else value
-        if device in ("none", None, False):
+    def checked(value: Any, source: Source) -> Judgement:
+        if value == "none":
             return ignored("off")
-        if device in ("cpu", True):
-            return mapped(plan=plan, note=note)
+        if value == "cpu":
+            return rule(value, source)
         return refused(f"states live on the device or on the host, in no files; use device: cpu, or {_MORE_SHARDING}")
 
-    return rule
+    return checked
 
 
-_OFFLOAD_OPTIMIZER: Final = _offload(ON_HOST, "updated on the device, through which the states pass")
-_OFFLOAD_PARAM: Final = _offload(PARAMS_ON_HOST)
+def _optimizer_on_host(_value: Any, source: Source) -> Judgement:
+    if stage_of(source) == 0:
+        return refused("DeepSpeed offloads the optimizer at stages 1, 2 and 3; --set zero_optimization.stage=1")
+    return mapped(plan=ON_HOST, note="updated on the device, through which the states pass")
+
+
+def _ratio(value: float, _source: Source) -> Judgement:
+    if not 0 <= value <= 1:
+        return refused("expected a number from 0 to 1")
+    return ignored("optimizer states are offloaded whole, or not at all")
+
+
+_PARAMS_ON_HOST: Final = _at_stage_3(always(mapped(plan=PARAMS_ON_HOST)))
+_LOCKED: Final = because("what lives on the host is always locked in its place")
+_ON_DEVICE: Final = because("the device updates, through which the states pass")
+_FILES: Final = because("nothing is offloaded to files")
+_OFFLOAD_PARAM: Final[Rules] = {
+    "device": _device(_PARAMS_ON_HOST),
+    "pin_memory": _LOCKED,
+    **dict.fromkeys(("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"), _FILES),
+}
+_OFFLOAD_OPTIMIZER: Final[Rules] = {
+    "device": _device(_optimizer_on_host),
+    "pin_memory": _LOCKED,
+    **dict.fromkeys(("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"), _FILES),
+    "ratio": number(_ratio),
+    "super_offload": _ON_DEVICE,
+    "cpuadam_cores_perc": _ON_DEVICE,
+}
 
 
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
@@ -186,9 +214,9 @@ ZERO_RULES: Final[Rules] = {
         harmless=(None, False),
     ),
     "sub_group_size": because("it tiles the update of offloaded states"),
-    "cpu_offload_param": _OFFLOAD_PARAM,
-    "cpu_offload_use_pin_memory": because("what lives on the host is always locked in its place"),
-    "cpu_offload": _OFFLOAD_OPTIMIZER,
+    "cpu_offload_param": switch(_PARAMS_ON_HOST),
+    "cpu_offload_use_pin_memory": _LOCKED,
+    "cpu_offload": switch(_optimizer_on_host),
     "stage3_prefetch_bucket_size": _PREFETCH,
     "prefetch_bucket_size": _PREFETCH,
     "stage3_param_persistence_threshold": whole(_PERSISTENCE),
