@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -60,6 +61,23 @@ def test_a_subscriber_goes_on_from_its_file(tmp_path: Path) -> None:
     assert again.update() == 2
     assert again.nbytes == delta.stat().st_size
     assert held(directory) == 2
+
+
+def test_a_dtype_that_files_lack_is_followed_in_memory_only(tmp_path: Path) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    store.mkdir()
+    values = {"complex128": torch.tensor([1 + 2j, 3], dtype=torch.complex128)}
+    part = encode(1, [Piece("freqs", (2,), "complex128", 0, 2)], None, values)
+    (store / str(Name(RUN, 1, 0, "anchor", 0, 1))).write_bytes(part)
+    subscriber = tw.Subscriber(str(store))
+    assert subscriber.update() == 1
+    assert subscriber.state_dict()["freqs"].equal(values["complex128"])
+    with (
+        contextlib.closing(tw.Subscriber(str(store), directory)) as keeper,
+        pytest.raises(UsageError, match=r"freqs is torch\.complex128, which model\.safetensors cannot hold"),
+    ):
+        keeper.update()
+    assert not (directory / "model.safetensors").exists()
 
 
 def test_other_files_are_replaced_and_several_refused(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class Subscriber:
         Raises:
             WireError: There is a newer one, and what leads to it is damaged. The weights stay as they are.
             OSError: The store cannot be read, or the directory cannot be written.
+            UsageError: A tensor has a dtype that the file in the directory cannot hold.
         """
         found = complete(self._fetched.copy()) if fetched else self._listed()
         versions = {key: names for key, names in found.items() if upto is None or key[1] <= upto}
@@ -151,6 +152,9 @@ class Subscriber:
             timeout: Longest wait, in seconds; ``None`` for ever.
             upto: See :meth:`update`.
             interval: Seconds from one look at the store to the next.
+
+        Raises:
+            UsageError: See :meth:`update`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         said, wait = "", interval

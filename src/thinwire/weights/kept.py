@@ -74,6 +74,7 @@ class KeptVersion:
 
         Raises:
             OSError: It cannot be written; the file stays as it is.
+            UsageError: A tensor has a dtype that such files lack; the file stays as it is.
         """
         if self._saved == (run, version):
             return
@@ -84,6 +85,13 @@ class KeptVersion:
             save_file(dict(tensors), draft, {"format": "pt", **metadata})
         except SafetensorError as error:
             raise OSError(f"{draft}: {error}") from error
+        except KeyError as error:  # safetensors looks up the size of the dtype
+            (kind,) = error.args
+            name = next(name for name, tensor in tensors.items() if tensor.dtype == kind)
+            raise UsageError(
+                f"{name} is {kind}, which {self._path.name} cannot hold: give the trainer's tensor a dtype of "
+                "safetensors, such as complex64, or follow it in memory, with tw.Subscriber and no directory"
+            ) from error
         rename_file(draft, self._path)
         self._drafts.rmdir()
         self._saved = run, version
