@@ -84,6 +84,24 @@ def test_json_has_a_row_for_each_key_and_the_plan(config: Path) -> None:
     assert Plan.parse(result["plan"]).params.ranks == 4
 
 
+@pytest.mark.parametrize("set_", ["gradient_clipping=inf", "optimizer.params.betas=[nan, inf]", "amp=true"])
+def test_json_is_one_valid_document(config: Path, set_: str) -> None:
+    def no_number(text: str) -> None:
+        raise AssertionError(text)
+
+    refused = "betas" not in set_
+    output, errors = run(str(config), "--nproc", "4", "--json", "--set", set_, status=int(refused))
+    result: dict[str, Any] = json.loads(output, parse_constant=no_number)
+    assert (result["refused"], result["plan"] is None) == (int(refused), refused)
+    assert (f"{set_.partition('=')[0]} = " in errors) == refused
+
+
+def test_json_is_an_error_alone_where_a_recipe_is_incomplete(config: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    output, _ = run(str(config), "--nproc", "4", "--json", "--recipe", str(recipe), status=1)
+    assert "--model" in json.loads(output)["error"]
+
+
 def test_fsdp2_s_call_and_a_file_of_its_arguments(tmp_path: Path) -> None:
     plan, other = tmp_path / "a.toml", tmp_path / "b.toml"
     run("--fsdp2", "fully_shard(model, reshard_after_forward=2)", "--nproc", "4", "--plan", str(plan))
@@ -108,6 +126,7 @@ def test_accelerate_s_yaml_is_recognized(tmp_path: Path) -> None:
         ("{bf16: 1}", "not valid JSON"),
         ("[1]", "expected a table of keys"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"bf16": ' + "[" * 900 + "]" * 900 + "}", "too many brackets"),
         ('{"bf16": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )

@@ -93,18 +93,26 @@ def convert(options: ConvertOptions) -> None:
         conversion = _converted(options)
         console = wide_console(as_json=options.as_json)
         _show(conversion, console)
-        if options.as_json:
-            print(json.dumps(conversion.to_dict(), default=str))  # TOML has dates
-        plan = conversion.plan()
-        # Both files are complete before either is written.
-        recipe = None if options.recipe is None else _recipe(conversion, options, options.recipe)
-        console.print(plan.describe())
-        if options.plan is not None:
-            plan.save(options.plan)
-            console.print(f"wrote the plan to {options.plan}")
-        if options.recipe is not None and recipe is not None:
-            options.recipe.write_text(recipe, encoding="utf-8")
-            console.print(f"wrote the recipe to {options.recipe}; [data] and [checkpoint] are yours")
+        document = conversion.to_dict()
+        if not conversion.refusals:
+            _write(conversion, options, console)
+    if options.as_json:
+        print(json.dumps(document, default=str))  # TOML has dates
+    with explained():  # the one document has the refused keys
+        conversion.check()
+
+
+def _write(conversion: Conversion, options: ConvertOptions, console: Console) -> None:
+    plan = conversion.plan()
+    # Both files are complete before either is written.
+    recipe = None if options.recipe is None else _recipe(conversion, options, options.recipe)
+    console.print(plan.describe())
+    if options.plan is not None:
+        plan.save(options.plan)
+        console.print(f"wrote the plan to {options.plan}")
+    if options.recipe is not None and recipe is not None:
+        options.recipe.write_text(recipe, encoding="utf-8")
+        console.print(f"wrote the recipe to {options.recipe}; [data] and [checkpoint] are yours")
 
 
 def _converted(options: ConvertOptions) -> Conversion:

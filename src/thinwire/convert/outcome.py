@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
+from thinwire.spec.models.huggingface import tagged
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import Recipe, model_table
 
@@ -85,15 +86,15 @@ class Row:
         return json.dumps(self.value, default=str)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as ``--json`` prints it."""
+        """The row as ``--json`` prints it; infinities and NaN as ``transformers`` writes them."""
         judgement = self.judgement
         return {
             "key": self.key,
-            "value": self.value,
+            "value": tagged(self.value),
             "action": judgement.action,
             "text": judgement.text,
             "plan": {key: _plain(value) for key, value in judgement.plan.items()},
-            "recipe": dict(judgement.recipe),
+            "recipe": tagged(judgement.recipe),
         }
 
 

@@ -77,9 +77,12 @@ def changed(table: Mapping[str, Any], settings: Sequence[str], drops: Sequence[s
     """Apply ``--set`` (each ``dotted.key=value``) and ``--drop`` (dotted keys to leave out) to a configuration.
 
     Raises:
-        SpecError: A setting is malformed, or a key to leave out is absent.
+        SpecError: A setting is malformed, a key to leave out is absent, or brackets lie too deep.
     """
-    result = copy.deepcopy(dict(table))
+    try:
+        result = copy.deepcopy(dict(table))
+    except RecursionError as error:
+        raise SpecError("the configuration", "has too many brackets within each other") from error
     missing = []
     for dotted in drops:
         *path, last = dotted.split(".")
