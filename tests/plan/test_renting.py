@@ -120,6 +120,8 @@ def test_cost_leaves_groups_out_where_they_do_not_pay(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--sweep", "nodes=5..3"], "--sweep nodes=5..3 is empty: 5 is more than 3"),
+        (["--sweep", f"nodes=1..{10**20}"], "of at most 9 digits each"),
+        (["--sweep", "nodes=1..999999999"], "should have 1 to 4096 numbers of nodes"),
         (["--sweep", "nodes=0..3"], "should have 1 to 4096 numbers of nodes, each at least 1"),
         (["--sweep", "gpus=1..3"], "should be nodes=A..B"),
         (["--sweep", "nodes=1..5", "--cluster", "unlike.toml"], "describes 4 nodes one by one"),

@@ -221,6 +221,21 @@ def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -
 STEP = ("sim", "--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3")
 
 
+@pytest.mark.parametrize(
+    ("sweep", "complaint"),
+    [
+        ("internode_gbps=1..inf", "inf is not a finite number below 1e300"),
+        ("internode_gbps=1,nan", "nan is not a finite number below 1e300"),
+        (f"gpus=8..{10**400}", "000 is not a finite number below 1e300"),
+        (f"gpus={10**400}", "000 is not a finite number below 1e300"),
+    ],
+)
+def test_a_sweep_has_an_end(sweep: str, complaint: str) -> None:
+    result = CliRunner().invoke(app, [*STEP, "--sweep", sweep])
+    assert result.exit_code == 1
+    assert complaint in result.stderr
+
+
 def test_settings_disturb_a_step_and_change_it() -> None:
     runner = CliRunner()
     plain = json.loads(runner.invoke(app, [*STEP, "--json"]).stdout)

@@ -123,6 +123,8 @@ def test_all_problems_of_a_cluster_are_reported() -> None:
         ClusterSpec.from_toml(text.replace('"800gbit"', "0"))
     keys = [problem.split(" ")[0] for problem in caught.value.problems]
     assert keys == ["memory", "peak_flops.float32", "links.nic.bandwidth"]
+    with pytest.raises(SpecError, match=r"peak_flops\.float32 = 1e-300: it should be greater than or equal to 1"):
+        ClusterSpec.from_toml(CLUSTER.replace("19.5e12", "1e-300"))
     message = "leaves is missing: a spine link has no meaning without the size of a leaf"
     with pytest.raises(SpecError, match=message):
         ClusterSpec.from_toml(CLUSTER.replace("nodes_per_leaf = 16", ""))

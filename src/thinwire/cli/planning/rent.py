@@ -26,16 +26,17 @@ def counts_of(text: str) -> list[int]:
     """
     from thinwire.errors import UsageError
 
-    match = re.fullmatch(r"nodes=(?:(\d+)\.\.(\d+)|(\d+(?:,\d+)*))", text.replace(" ", ""))
+    match = re.fullmatch(r"nodes=(?:(N)\.\.(N)|(N(?:,N)*))".replace("N", r"\d{1,9}"), text.replace(" ", ""))
     if match is None:
         raise UsageError(
-            f"--sweep {text} should be nodes=A..B, such as nodes=1..32, or nodes=A,B,..., such as nodes=1,2,4"
+            f"--sweep {text} should be nodes=A..B, such as nodes=1..32, or nodes=A,B,..., such as nodes=1,2,4, of at "
+            "most 9 digits each"
         )
     first, last, listed = match.groups()
-    counts = list(map(int, listed.split(","))) if listed else list(range(int(first), int(last) + 1))
+    counts = list(map(int, listed.split(","))) if listed else range(int(first), int(last) + 1)
     if not counts:
         raise UsageError(f"--sweep {text} is empty: {first} is more than {last}")
-    if min(counts) < 1 or len(counts) > _MOST_COUNTS:
+    if len(counts) > _MOST_COUNTS or min(counts) < 1:
         raise UsageError(f"--sweep {text} should have 1 to {_MOST_COUNTS} numbers of nodes, each at least 1")
     return sorted(set(counts))
 

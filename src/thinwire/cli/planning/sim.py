@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -248,27 +248,34 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
 def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
     from thinwire.errors import UsageError
     from thinwire.sim import Case
+    from thinwire.units import is_number
 
     if sweep is None:
         return [Case.parse(fields, "the step")]
     key, equals, values = sweep.partition("=")
     if not equals or key not in SWEPT:
         raise UsageError(f"--sweep {sweep} should be KEY=A,B,... or KEY=A..B with one of the keys {', '.join(SWEPT)}")
-    number = float if key == "internode_gbps" else int
+
+    def parsed(text: str) -> float:
+        value = float(text) if key == "internode_gbps" else int(text)
+        if not is_number(value):
+            raise ValueError(f"{text:.40} is not a finite number below 1e300")
+        return value
+
     try:
-        numbers = _doubling(values, number) if ".." in values else [number(value) for value in values.split(",")]
+        numbers = _doubling(values, parsed) if ".." in values else [parsed(value) for value in values.split(",")]
     except ValueError as error:
         raise UsageError(f"--sweep {sweep}: {error}") from error
     return [Case.parse({**fields, key: number, "id": f"{key}={number:g}"}, f"{key}={number:g}") for number in numbers]
 
 
-def _doubling(values: str, number: type[float] | type[int]) -> list[float] | list[int]:
+def _doubling(values: str, parsed: Callable[[str], float]) -> list[float]:
     """The numbers of A..B.
 
     Raises:
         ValueError: they are no numbers, or there is none.
     """
-    first, last = (number(end) for end in values.split("..", 1))
+    first, last = (parsed(end) for end in values.split("..", 1))
     if not 0 < first <= last:
         raise ValueError(f"{values} should go from a number above 0 to one that is not smaller")
     return [first * 2**power for power in range(int(math.log2(last / first)) + 1)]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Problem, Spec, rule
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.spec.machines.nodes import (
     HOST_BANDWIDTH,
@@ -23,6 +23,7 @@ from thinwire.spec.machines.nodes import (
     Link,
     Machines,
     NodeGroup,
+    PeakFlops,
     group_problems,
 )
 from thinwire.spec.machines.shorthand import expanded, in_proportion
@@ -57,7 +58,7 @@ class ClusterSpec(Machines):
 
     gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
-    peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] = Field(
+    peak_flops: PeakFlops = Field(
         description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
     memory_bandwidth: Bandwidth = Field(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
+from thinwire.spec.base import LARGEST, Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
 from thinwire.spec.machines.accelerators import ACCELERATORS
 
 INSIDE_LATENCY: Final = 3e-6
@@ -25,6 +25,11 @@ sockets with eight channels of DDR4, in each direction."""
 
 HOST_LATENCY: Final = 10e-6
 """Latency in seconds of a copy between an accelerator and its host's memory."""
+
+PeakFlops = Annotated[
+    dict[str, Annotated[float, Field(strict=True, ge=1, le=LARGEST, allow_inf_nan=False)]], Field(min_length=1)
+]
+"""FLOP/s by dtype, at least 1, so that all seconds are finite."""
 
 Rate = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 """Events per hour."""
@@ -76,7 +81,7 @@ class Machines(Spec):
     nodes: Count = Field(description="number of nodes (N)")
     gpus_per_node: Count | None = Field(default=None, description="accelerators per node (R): all nodes have as many")
     memory: Bytes | None = Field(default=None, description='memory of one accelerator, "80GiB" or bytes')
-    peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] | None = Field(
+    peak_flops: PeakFlops | None = Field(
         default=None, description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
     memory_bandwidth: Bandwidth | None = Field(
