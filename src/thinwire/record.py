@@ -212,7 +212,7 @@ def _lines(path: Path, numbers: Mapping[str, _Levels]) -> tuple[list[dict[str, A
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if _fits(value, numbers):
             objects.append(value)
@@ -239,7 +239,7 @@ def _is_numeric(value: Any, levels: _Levels) -> bool:
 def _object(path: Path, numbers: Mapping[str, _Levels]) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if _fits(value, numbers) else None
 

@@ -188,3 +188,18 @@ def test_a_command_survives_damaged_files(name: str, seeds: range, files: Path, 
         assert result.exit_code in (0, 1, 2), seed
         assert result.output.strip(), seed
         shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (file, _) in CASES.items() if Path(file).suffix in {".json", ".jsonl"}]
+)
+@pytest.mark.parametrize("text", ["[" * 10_000, '{"seconds": ' + "9" * 5_000 + "}"], ids=["brackets", "digits"])
+def test_a_command_survives_json_that_python_does_not_read(name: str, text: str, files: Path, tmp_path: Path) -> None:
+    file, command = CASES[name]
+    directory = tmp_path / "files"
+    shutil.copytree(files, directory)
+    (directory / file).write_text(text)
+    words = command.replace("FILE", str(directory / file)).replace("DIR", str(directory)).split()
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.output.strip()

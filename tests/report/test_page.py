@@ -274,9 +274,10 @@ def test_a_step_of_a_trace_is_cut_out_of_it(tmp_path: Path) -> None:
     waits = [span for span in step.by_rank[1] if span.track == "waiting"]
     assert [(round(span.start, 6), round(span.end, 6)) for span in waits] == [(0.05, 0.07)]
     assert {span.track for span in step.by_rank[0]} == {"compute", "waiting", "gather gather-across"}
-    (path / "traces" / "steps-3-4.json").write_text('{"traceEvents": [')
-    with pytest.raises(DataError, match="cannot be read as the trace"):
-        read_step(path / "traces" / "steps-3-4.json")
+    for text in ('{"traceEvents": [', "[" * 10_000):
+        (path / "traces" / "steps-3-4.json").write_text(text)
+        with pytest.raises(DataError, match="cannot be read as the trace"):
+            read_step(path / "traces" / "steps-3-4.json")
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------

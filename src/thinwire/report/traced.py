@@ -34,7 +34,7 @@ def read_step(path: Path) -> TracedStep:
         spans = _spans(events)
         steps = sorted((span for span in spans[min(spans)] if span.track == STEP), key=lambda span: span.start)
         chosen = steps[len(steps) // 2]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, IndexError) as error:
         raise DataError(
             f"{path} cannot be read as the trace of a step ({error!r}); trace again, or remove it"
         ) from error

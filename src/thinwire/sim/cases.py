@@ -167,7 +167,7 @@ def read_cases(path: Path) -> list[Case]:
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(str(path), f"cannot be read as cases: {error}") from error
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
         raise SpecError(str(path), "it should be a JSON list of objects, one for each case")

@@ -286,6 +286,9 @@ def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     kept.write_text(kept.read_text().replace('"intermediate_size": 56', '"intermediate_size": 40'))
     with pytest.raises(CheckpointError, match=r"of another model than the run's: .*56.* in the checkpoint"):
         export(run, tmp_path / "out")
+    kept.write_text("[" * 10_000)
+    with pytest.raises(DataError, match="the configuration that the run kept, cannot be read"):
+        export(run, tmp_path / "out")
     kept.unlink()
     with pytest.raises(DataError, match="the configuration that the run kept, cannot be read"):
         export(run, tmp_path / "out")

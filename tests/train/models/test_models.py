@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,6 +248,13 @@ def test_huggingface_errors(recipe: dict[str, object], message: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(DataError, match=message):
         build(ModelRecipe(kind="huggingface", **recipe), vocab=97, seq=24, seed=0)
+
+
+def test_a_huggingface_configuration_of_many_brackets(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("[" * 10_000)
+    with pytest.raises(DataError, match=r"no readable config\.json: maximum recursion"):
+        build(ModelRecipe(kind="huggingface", path=str(tmp_path)), vocab=97, seq=24, seed=0)
 
 
 def test_a_huggingface_model_keeps_its_shape() -> None:

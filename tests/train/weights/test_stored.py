@@ -123,6 +123,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ("no json", "is no readable index"),
+        ("[" * 10_000, "is no readable index"),
         ('{"weight_map": []}', "weight_map should be an object"),
         ('{"weight_map": {"a": "../other.safetensors"}}', "not the plain name of a .safetensors file"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "not the plain name of a .safetensors file"),

@@ -164,7 +164,7 @@ def _vocab(run: Path) -> int:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"].values()
         return max(operator.index(number) for number in ids) + 1
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{path} cannot be read as the run's tokenizer: {error!r}") from error
 
 

@@ -42,7 +42,7 @@ class JsonSpec(Spec):
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SpecError(
                 str(path), f"cannot be read as {cls.what}: {error}; {cls.made_by} {path} makes it"
             ) from error

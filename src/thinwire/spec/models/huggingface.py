@@ -120,7 +120,7 @@ def _name(file: Path) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(str(file), f"cannot be read as a Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
         raise SpecError(str(file), "should be a JSON object, as Hugging Face's config.json is")
@@ -155,6 +155,8 @@ def _expert_problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(
             "has none of the keys num_experts_per_tok, experts_per_token, from which active_experts is read"
         )
+    if _expert_width(config) is None:
+        problems.append("has no moe_intermediate_size, or intermediate_size without it, from which expert_ffn is read")
     return problems
 
 
@@ -166,7 +168,7 @@ def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
     name = _number_of_experts(config)
     if name is None:
         return shape
-    width = config["moe_intermediate_size"] if "moe_intermediate_size" in config else config.get("intermediate_size", 0)
+    width = _expert_width(config)
     shape |= {
         "experts": config[name],
         "active_experts": config.get("num_experts_per_tok", config.get("experts_per_token")),
@@ -176,6 +178,11 @@ def _expert_shape(config: Mapping[str, Any]) -> dict[str, Any]:
         "biases": family == "gpt_oss",
     }
     return shape
+
+
+def _expert_width(config: Mapping[str, Any]) -> Any:
+    """``null`` is no width: it does not stand for that of the dense blocks."""
+    return config.get("moe_intermediate_size", config.get("intermediate_size"))
 
 
 def _latent(config: Mapping[str, Any]) -> dict[str, Any]:

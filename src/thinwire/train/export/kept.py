@@ -59,7 +59,7 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
     file = directory.config
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}, the configuration that the run kept, cannot be read: {error}") from error
     if not isinstance(table, dict):
         raise DataError(f"{file} should hold a JSON object")

@@ -224,7 +224,7 @@ def _read_config(what: str, path: str) -> dict[str, Any]:
         )
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{what}: {path} is no readable config.json: {error}") from error
     if not isinstance(table, dict):
         raise DataError(f"{what}: {path} should hold a JSON object")

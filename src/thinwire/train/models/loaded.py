@@ -156,7 +156,7 @@ def _read_index(file: Path) -> dict[str, str]:
             raise DataError(f"{file}: {file.stat().st_size} bytes, an index has at most {_MAX_INDEX_BYTES}")
         table = json.loads(file.read_text(encoding="utf-8"))
         listed = table["weight_map"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise DataError(f"{file} is no readable index of safetensors files: {error!r}") from error
     if not isinstance(listed, dict):
         raise DataError(f"{file}: weight_map should be an object")
