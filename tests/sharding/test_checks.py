@@ -1,4 +1,4 @@
-"""Arguments of another kind than a model and a plan."""
+"""Arguments of another kind than a model and a plan, and models that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from tests.support.ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -50,3 +53,27 @@ def test_values_out_of_their_range() -> None:
             tw.progress(model, share)
     with pytest.raises(UsageError, match="valid are whole, encoded"), tw.generating(model, keep="all"):
         pass
+
+
+@on_ranks(2)
+def test_parameters_that_are_cut_already_are_refused_with_what_makes_them_plain() -> None:
+    model, plan = nn.Linear(4, 4), tw.Plan.preset("zero3", nodes=1, local=2)
+    cut = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    model.weight = nn.Parameter(cut)
+    with pytest.raises(UsageError, match=r"parameter weight is a DTensor; .* thinwire\.parallelize .* full_tensor\(\)"):
+        tw.shard(model, plan)
+    model.weight = nn.Parameter(model.weight.detach().full_tensor())
+    tw.shard(model, plan)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@on_ranks(2)
+def test_script_modules_with_parameters_are_refused() -> None:
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32")
+    for part in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))):
+        with pytest.raises(UsageError, match=r"1 is a torch\.jit\.ScriptModule, .* torch\.compile"):
+            tw.shard(nn.Sequential(nn.Linear(4, 4), torch.jit.script(part)), plan)
+    model = tw.shard(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Tanh())), plan)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4)).sum().backward()
+    optim.step()

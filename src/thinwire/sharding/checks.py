@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from thinwire.agreement import Typed
 from thinwire.codecs.registry import check_backend
@@ -219,15 +220,26 @@ def _check_kind(name: str, parameter: nn.Parameter, *, cut: bool) -> None:
     kind = type(local_tensor(parameter.data) if cut else parameter.data)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         remedy = "use ep = 1" if is_wrapper(parameter) else "make it plain with as_subclass(torch.Tensor)"
+        if issubclass(kind, DTensor):
+            remedy = (
+                "leave out fully_shard, take thinwire.parallelize in the place of parallelize_module, or make it plain "
+                "with full_tensor()"
+            )
         raise UsageError(f"parameter {name} is a {kind.__name__}; plain tensors are supported: {remedy}")
 
 
 def check_modules(model: nn.Module, plan: Plan) -> None:
-    """Refuse CUDA graphs, and modules whose forward writes to gathered parameters, because the next gather would undo
-    the write."""
+    """Refuse CUDA graphs, modules that take no hooks, and modules whose forward writes to gathered parameters, because
+    the next gather would undo the write."""
     refuse_cuda_graphs(model)
     keep_layouts(model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise UsageError(
+                f"{name or 'the model'} is a torch.jit.ScriptModule, which takes no hooks that gather its parameters: "
+                "shard the module that it was made of, and compile that with torch.compile; a frozen one may stay "
+                "outside of the model"
+            )
         decodes = not plan.frozen.storage.is_none and not any(p.requires_grad for p in module.parameters(recurse=False))
         if (plan.gathers or decodes) and getattr(module, "max_norm", None) is not None:
             raise UsageError(

@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.errors import UsageError
 from thinwire.sharding.build import build
 from thinwire.sharding.hooks.module_hooks import as_forward
-from thinwire.sharding.hooks.parameter_access import remove_table
+from thinwire.sharding.hooks.parameter_access import IN_PLACE, remove_table
 from thinwire.sharding.memory.initial import husk
 from thinwire.sharding.modules.discover import Selection, ignore, is_ignored
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper, rebuilt, with_codes
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 
-_METHODS: Final = ("forward", "save_pretrained")
+_METHODS: Final = ("forward", "save_pretrained", *IN_PLACE)
 """Methods that sharding replaces, in any module."""
 
 _HOOKS: Final = "_hooks"

@@ -154,6 +154,14 @@ def twice_with_another(model: nn.Module) -> None:
     loss.backward()
 
 
+def row_by_row(model: nn.Module) -> None:
+    """Gradients of a gradient, which read parameters in nodes without hooks."""
+    x = torch.full((2, 3, WIDTH), 0.3, requires_grad=True)
+    (grad,) = torch.autograd.grad(torch.tanh(model(x)).sum(), x, create_graph=True)
+    rows = [torch.autograd.grad(grad[0, 0, i], x, retain_graph=True)[0] for i in range(3)]
+    sum(torch.autograd.grad(grad.sum() * row.sum(), x, create_graph=True)[0].sum() for row in rows).backward()
+
+
 def after_a_failure(model: nn.Module) -> None:
     def fail(_: torch.Tensor) -> None:
         raise ArithmeticError
@@ -190,7 +198,8 @@ def sharded(kind: Callable[[], nn.Module]) -> nn.Module:
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
     ways = (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure)
-    for way in (*ways, by_what_is_kept) if kind is Keeps else ways:
+    special = {Keeps: by_what_is_kept, Frozen: row_by_row}
+    for way in (*ways, special[kind]) if kind in special else ways:
         alone, model = built(kind), sharded(kind)
         for one in (alone, model):
             way(one)

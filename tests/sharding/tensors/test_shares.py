@@ -446,8 +446,10 @@ def test_aliases_that_require_gradients_have_their_own(preset: str) -> None:
         alias = weight.detach().requires_grad_()
         (x @ alias.T).square().mean().backward()
         (by_grad,) = torch.autograd.grad(alias.square().sum(), alias)
+        ours, plain = torch.autograd.grad((x.requires_grad_() @ alias.T).square().mean(), (alias, x))
+        assert type(plain) is torch.Tensor
         assert weight.grad is None
-        outcomes.append((alias.grad, by_grad))
+        outcomes.append((alias.grad, by_grad, ours, plain))
     for value, expected in zip(*outcomes, strict=True):
         same(value, expected, "a gradient")
 

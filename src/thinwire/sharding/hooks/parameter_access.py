@@ -9,8 +9,8 @@ does, to detect reads and to return different tensors inside and outside of pass
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from functools import partial, wraps
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.tensors.parameter import ShardedParameter
+
+IN_PLACE: Final = ("_apply", "_load_from_state_dict")
+"""Methods of modules, replaced in those with parameters, that change parameters."""
 
 _stored = dict[str, Any].__getitem__  # every read comes this way, and super() costs a third of it
 _read = torch._dynamo.disable(Passes.read)  # re-points storages, which a compiled graph must not trace
@@ -186,7 +189,27 @@ def watch_reads(
             if table.unit is not None:
                 of_units[table.unit].append(table)
             undo.append(partial(remove_table, module))
+            undo += [_change_in_place(module, name) for name in IN_PLACE]
     return undo
+
+
+def _change_in_place(module: nn.Module, name: str) -> Callable[[], None]:
+    """Let a method change the module's parameters in place, whatever ``set_swap_module_params_on_conversion`` of
+    ``torch.__future__`` says: what torch would swap into them has no runtime, and never trains. Returns a function that
+    ends it."""
+    method, future = getattr(module, name), torch.__future__
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        swaps = future.get_swap_module_params_on_conversion()
+        future.set_swap_module_params_on_conversion(False)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            future.set_swap_module_params_on_conversion(swaps)
+
+    setattr(module, name, called)
+    return partial(delattr, module, name)
 
 
 def _of_wrapper(name: str, wrapper: nn.Parameter, entries: Mapping[int, _Entry]) -> _Entry:

@@ -173,7 +173,7 @@ class Masters:
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
                     "freeze it, or exclude it with thinwire.ignore(parameter)"
                 )
-        modules = list(model.modules())
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._tables = [*(module._modules for module in modules), *(module._parameters for module in modules)]
         self._held = _values(self._tables)
 

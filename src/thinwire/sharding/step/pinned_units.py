@@ -11,6 +11,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.params.param_group import State, Unit
 
 _running_backward = torch._C._current_graph_task_id
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def recomputing() -> bool:
@@ -44,9 +45,9 @@ class Holds:
         # Those that this step's backwards have released. Another backward over a retained graph needs them again.
         self._released: set[int] = set()
         # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
-        # backward without create_graph or the step has ended.
+        # backward has ended that keeps no graph, or the step.
         self._graphs_of_graphs = False
-        self._creates_graph = False  # whether the current backward runs with create_graph
+        self._keeps_graph = False  # whether the current backward runs with create_graph or retain_graph
 
     def free(self, index: int) -> bool:
         """Free a unit's gathered parameters unless they are held; returns whether they were freed."""
@@ -83,15 +84,16 @@ class Holds:
             Units that the backward reads without a hook, and that an earlier one over the same graph has released. They
             are held again.
         """
-        self._creates_graph = torch.is_grad_enabled()
-        self._graphs_of_graphs |= self._creates_graph
+        creates_graph = torch.is_grad_enabled()
+        self._graphs_of_graphs |= creates_graph
+        self._keeps_graph = creates_graph or _keeps_graph()
         again = sorted(self._released - self.reads)
         self.reads.update(again)
         return again
 
     def end_backward(self) -> None:
-        """End the backward: release its readers and, if it ran without create_graph, what graphs of graphs read."""
-        if self._graphs_of_graphs and not self._creates_graph:
+        """End the backward: release its readers and, if it has kept no graph, what graphs of graphs read."""
+        if self._graphs_of_graphs and not self._keeps_graph:
             self._graphs_of_graphs = False
             self._released.update(unit.index for unit in self._units if unit.sharded and unit.ready)
         self.release_reads()

@@ -211,7 +211,8 @@ class ShareTensor(torch.Tensor):
             # not combined.
             args, kwargs = replaced(ShareTensor, _computed, (args, kwargs))
             if any(isinstance(one, ShareTensor) for one in tensors_among((args, kwargs))):
-                return super().__torch_function__(func, types, args, kwargs)  # leaves that programs have made
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)  # leaves that programs have made
             return func(*args, **kwargs)
         if func is torch.Tensor.detach and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # torch has no such detach() for subclasses; state_dict() calls it
