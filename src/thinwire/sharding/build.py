@@ -16,6 +16,7 @@ from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.garbage import uncollected
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, axis_index, check_live, exchanged_units
+from thinwire.sharding.checkpointing.full_state import gather_for_torch
 from thinwire.sharding.checkpointing.streaming import stream_saves
 from thinwire.sharding.checks import (
     check_agreement,
@@ -282,6 +283,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     if runtime.shares is not None:
         undo += stream_saves(sharded.model)
     watch_optimizers()
+    gather_for_torch()
     if sharded.plan.recompute and not sharded.part.is_inner:
         undo += recompute_activations(sharded.model, _recomputed(sharded.model, modules))
     runtime.undo = undo

@@ -319,12 +319,14 @@ def check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
 def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitModules]) -> None:
     """Refuse input gradients after weight gradients for a model in which no unit's reduction would start earlier."""
     if plan.overlap.input_gradient and not any(is_lone_linear(unit) for unit in modules):
+        finer = (
+            "" if plan.granularity == "module" else "set granularity = 'module', whose units are single modules, or "
+        )
         raise SpecError(
             f"plan {plan.name or plan.fingerprint()}",
             [
                 f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
-                f"own, with granularity = {plan.granularity!r}; set granularity = 'module', whose units are single "
-                "modules, or set overlap.input_gradient = false"
+                f"own, with granularity = {plan.granularity!r}; {finer}set overlap.input_gradient = false"
             ],
         )
 

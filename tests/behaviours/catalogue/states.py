@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -37,6 +38,15 @@ def trained(ctx: Context, seed: int = 0, steps: int = 2) -> tuple[nn.Module, tor
 def whole_states(ctx: Context, states: dict[str, Any]) -> dict[str, Any]:
     """A state dict with whole tensors."""
     return {key: ctx.full(value) if isinstance(value, torch.Tensor) else value for key, value in states.items()}
+
+
+def saved_whole(states: dict[str, Any]) -> dict[str, Any]:
+    """States as a rank that saves them alone reads them."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file)
+    return loaded
 
 
 @behaviour(
@@ -122,7 +132,7 @@ def full_state_dict_by_dcp(ctx: Context) -> Any:
     """Collect whole tensors with `get_model_state_dict(full_state_dict=True)`, and load them with its counterpart."""
     model, optim = trained(ctx)
     options = StateDictOptions(full_state_dict=True)
-    states = {key: value.clone() for key, value in get_model_state_dict(model, options=options).items()}
+    states = saved_whole(get_model_state_dict(model, options=options))
     set_model_state_dict(model, {key: value * 0.5 for key, value in states.items()}, options=options)
     return states, ctx.train(model, optim)
 
@@ -178,8 +188,21 @@ def checkpoint_written_for_fsdp2(ctx: Context) -> Any:
 def full_optimizer_states_by_dcp(ctx: Context) -> Any:
     """Collect whole optimizer states with `get_optimizer_state_dict(full_state_dict=True)`."""
     model, optim = trained(ctx)
-    states = get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True))["state"]
+    states = saved_whole(get_optimizer_state_dict(model, optim, options=StateDictOptions(full_state_dict=True)))[
+        "state"
+    ]
     return {name: states[name]["exp_avg"] for name in sorted(states)}
+
+
+@behaviour("torch.distributed.checkpoint.state_dict: set_optimizer_state_dict")
+def full_optimizer_states_loaded_by_dcp(ctx: Context) -> Any:
+    """Load whole optimizer states with `set_optimizer_state_dict(full_state_dict=True)`, and train on."""
+    model, optim = trained(ctx)
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optim, options=options)
+    other = ctx.adamw(model)
+    set_optimizer_state_dict(model, other, states, options=options)
+    return ctx.train(model, other)
 
 
 @behaviour("torch idiom: optimizer.state_dict()", deepspeed="a rank's own part")

@@ -298,15 +298,17 @@ class Convolutions(nn.Module):
         self.layers = nn.ModuleList([nn.Conv1d(4, 4, 1) for _ in range(2)])
 
 
-def refused() -> str:
-    return raised(SpecError, tw.shard, Convolutions(), plan("zero3", **FIRST))
+def refused(granularity: str) -> str:
+    return raised(SpecError, tw.shard, Convolutions(), plan("zero3", **{**FIRST, "granularity": granularity}))
 
 
-def test_a_model_without_linear_layers_of_their_own_is_refused() -> None:
-    for message in run_ranks(4, refused):
+@pytest.mark.parametrize("granularity", ["module", "block"])
+def test_a_model_without_linear_layers_of_their_own_is_refused(granularity: str) -> None:
+    for message in run_ranks(4, refused, granularity):
         assert "overlap.input_gradient = true" in message
         assert "Convolutions" in message
-        assert "granularity" in message
+        assert f"granularity = {granularity!r}" in message
+        assert ("set granularity = 'module'" in message) == (granularity == "block")
 
 
 def test_tensor_parallel_ranks_are_refused() -> None:

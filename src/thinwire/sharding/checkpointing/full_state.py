@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import safetensors.torch
 import torch
+from torch.distributed import _state_dict_utils as state_dict_utils
 
 from thinwire.agreement import Typed
 from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.modules.quantized import is_wrapper, rebuilt
+from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.optimizer.stock_optimizers import cut_entries
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 Names = Sequence[Sequence[str]]
@@ -54,17 +57,36 @@ _ENTRIES: Final[Typed[dict[str, dict[str, _WholeEntry]]]] = Typed(dict[str, dict
 def whole_value(value: Any, *, keep: bool) -> Any:
     """An entry of a sharded model's state dict, whole and on the CPU; ``None`` on a rank that does not ``keep`` it.
     Collective."""
-    if isinstance(value, ShareTensor):
-        whole = value.full_tensor()
-        return whole.cpu() if keep else None
-    if is_wrapper(value):
-        whole = rebuilt(
-            value, lambda part: part.full_tensor() if isinstance(part, ShareTensor) else part.detach().clone()
-        )
+    if isinstance(value, ShareTensor) or is_wrapper(value):
+        whole = _gathered(value)
         return whole.cpu() if keep else None
     if not keep:
         return None
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _gathered(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that is cut among ranks, or a wrapper around such ones, whole and new. Collective."""
+    if is_wrapper(value):
+        return rebuilt(value, _gathered)
+    return value.full_tensor() if isinstance(value, ShareTensor) else value.detach().clone()
+
+
+@functools.cache
+def gather_for_torch() -> None:
+    """Let ``get_model_state_dict(full_state_dict=True)``, its siblings of torch, and what else gathers a state dict by
+    torch's function for it, gather shares as they gather DTensors: one by one. Once per process."""
+    walk, as_is = state_dict_utils._iterate_state_dict, state_dict_utils._identity_func
+
+    @functools.wraps(walk)
+    def walk_over_shares(item: Any, of_sharded: Any, of_dtensor: Any, of_plain: Any, **options: Any) -> Any:
+        gathers = of_plain is as_is and of_dtensor is not as_is
+        if gathers and any(isinstance(part, ShareTensor) for _, part in inner_tensors("", item)):
+            with torch.no_grad():
+                item = _gathered(item)
+        return walk(item, of_sharded, of_dtensor, of_plain, **options)
+
+    state_dict_utils._iterate_state_dict = walk_over_shares  # type: ignore[assignment]
 
 
 @torch.no_grad()
@@ -161,14 +183,8 @@ def load_whole_share_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any
     shares = [share for group in optim.param_groups for share in group["params"]]
     state: dict[int, Any] = dict(whole["state"])
     for number, share in zip(numbers, shares, strict=False):  # torch itself compares the groups
-        for_share = {
-            key: ShareTensor(share.spec.cut(value).to(share.device, copy=True), share.spec)
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == share.shape
-            else value
-            for key, value in state.get(number, {}).items()
-        }
         if number in state:
-            state[number] = for_share
+            state[number] = cut_entries(share, state[number])
     optim.load_state_dict({**whole, "state": state})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.optimizer.stock_optimizers import stand_in
+from thinwire.sharding.optimizer.stock_optimizers import NUMBERS, cut_states, stand_in
 from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -20,9 +20,6 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
-
-_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep as one number for a parameter of any shape."""
 
 
 class FragmentStates(Protocol):
@@ -99,6 +96,7 @@ class ShareStates:
                     f"{type(optimizer).__name__} updates no parameter of this model: save and load each model with its "
                     "own optimizers, made from model.parameters()"
                 )
+            cut_states(optimizer)
             for share in shares:
                 if kept := optimizer.state.get(share):
                     entries = {key: self._entry(optimizer, share, key, value) for key, value in kept.items()}
@@ -187,5 +185,5 @@ def _over_share(share: ShardedParameter, owned: OwnedFragment, key: str, value: 
     """A fragment's entry, as that of its share: a number, or cut like the parameter."""
     is_cut = isinstance(value, torch.Tensor) and value.numel() == owned.value.numel()
     if is_cut and value.dim() == 0:  # of a scalar parameter, as CLIP's logit_scale
-        is_cut = owned.value.dim() == 0 and key not in _NUMBERS
+        is_cut = owned.value.dim() == 0 and key not in NUMBERS
     return ShareTensor(value.reshape(-1), share.spec) if is_cut else value

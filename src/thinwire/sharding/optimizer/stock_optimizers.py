@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -21,12 +21,16 @@ from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.runtime.share_values import Masters
 from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.tensors.tensor import ShareTensor
 
 INNER = "_thinwire_inner"
 """Attribute of an optimizer that a ``ShardedOptimizer`` wraps; the hooks skip it."""
 
 _MODELS = "_thinwire_models"
 """Attribute of an optimizer that caches the models its parameters belong to, and at what counts that was so."""
+
+NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+"""What torch's optimizers keep as one number for a parameter of any shape."""
 
 _WITHOUT_HOOKS: Final = {
     "_optimizer_step_pre_hooks": OrderedDict[int, Any](),
@@ -42,6 +46,28 @@ _num_sharded = 0
 def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer with the class and the attributes of another one over other groups, without states and hooks."""
     return over_groups(optimizer, groups, state=defaultdict(dict), **_WITHOUT_HOOKS)
+
+
+def cut_entries(share: ShardedParameter, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with this rank's pieces in the place of whole tensors."""
+    return {
+        key: ShareTensor(share.spec.cut(value).to(share.device, copy=True), share.spec)
+        if isinstance(value, torch.Tensor)
+        and not isinstance(value, ShareTensor)
+        and value.shape == share.shape
+        and key not in NUMBERS
+        else value
+        for key, value in entries.items()
+    }
+
+
+def cut_states(optimizer: torch.optim.Optimizer) -> None:
+    """Cut the states that a load has left whole: torch's ``load_state_dict`` takes what it gets, and its
+    ``set_optimizer_state_dict`` cuts for DTensors only."""
+    for group in optimizer.param_groups:
+        for share in group["params"]:
+            if isinstance(share, ShardedParameter) and share in optimizer.state:
+                optimizer.state[share].update(cut_entries(share, optimizer.state[share]))
 
 
 def watch_optimizers() -> None:
@@ -137,5 +163,9 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Masters, ...]:
             if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
                 by_id[id(parameter.live.masters)] = parameter.live.masters
     models = tuple(by_id.values())
+    if models:
+        cut_states(optimizer)  # loaded before its first step
+        if known is None:
+            optimizer.register_load_state_dict_post_hook(cut_states)
     object.__setattr__(optimizer, _MODELS, (count, models))
     return models

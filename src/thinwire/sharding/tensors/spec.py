@@ -135,7 +135,10 @@ class ShareSpec:
 
     @property
     def boxes(self) -> Sequence[Box]:
-        """The piece as boxes of the whole tensor."""
+        """The piece as boxes of the whole tensor. One without elements has one, which every rank holds, so that
+        checkpoints know it."""
+        if not self.shape.numel():
+            return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
         return boxes(self.shape, self.offset, self.length)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
