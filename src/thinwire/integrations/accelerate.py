@@ -18,12 +18,19 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, convert_outputs_to_fp32
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    convert_outputs_to_fp32,
+)
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.mixed import scale_like
 from thinwire.integrations.common.optimizers import (
     begin_micro_batch,
@@ -34,7 +41,6 @@ from thinwire.integrations.common.optimizers import (
     without_sync,
 )
 from thinwire.integrations.common.plans import launched_mesh
-from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
@@ -62,21 +68,27 @@ _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 
 class SteppingOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped, and gives all
-    ranks the first one's running statistics.
+    ranks the first one's buffers.
 
     Args:
         optimizer: The optimizer.
         models: The models that it updates.
+        handler: DDP's options.
     """
 
     optimizer: Any
 
-    def __init__(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Iterable[nn.Module],
+        handler: DistributedDataParallelKwargs | None,
+    ) -> None:
         # accelerate would move the optimizer's state to the device by a state dict of everything.
         super().__init__(optimizer, device_placement=False)
         self._is_accelerate_prepared = True
         self._skipped_before = 0
-        self._norms = [norm for model in models for norm in norms_with_statistics(model)]
+        self._buffers = SharedBuffers(models if handler is None or handler.broadcast_buffers else ())
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Make a step, if this is the last micro-batch of one."""
@@ -84,7 +96,7 @@ class SteppingOptimizer(AcceleratedOptimizer):
             self._skipped_before = self.optimizer.skipped_steps
         super().step(closure)
         if self.gradient_state.sync_gradients:
-            share_statistics(self._norms)
+            self._buffers.share()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -175,7 +187,7 @@ class ThinwireAccelerator(Accelerator):
         if _is_plain_optimizer(optimizer):
             if not any(optimizer is item for items in self._updating.values() for item in items):
                 optimizer = self._over_shares([optimizer])[id(optimizer)]
-            optimizer = SteppingOptimizer(optimizer, self._owners(optimizer))
+            optimizer = SteppingOptimizer(optimizer, self._owners(optimizer), self.ddp_handler)
         prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
 

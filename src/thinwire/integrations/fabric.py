@@ -22,10 +22,10 @@ from torch import nn
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
-from thinwire.integrations.common.statistics import norms_with_statistics, share_statistics
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
@@ -89,7 +89,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         plan: How the module is sharded: a plan, the name of a preset, a plan file (``.toml``), or an
             :class:`AutoPlan`. Presets compute in Fabric's precision.
         frozen: Where checkpoints keep frozen parameters; see :func:`thinwire.save`.
-        **options: See ``lightning.fabric.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
+        **options: See ``lightning.fabric.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``;
+            ``broadcast_buffers=False`` keeps buffers apart.
 
     Raises:
         UsageError: Fabric is asked for what thinwire cannot do in this loop.
@@ -101,7 +102,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         self._plan, self._frozen = plan, frozen
         self._building = Building(self.broadcast)
         self._sharded: WeakSet[nn.Module] = WeakSet()
-        self._norms: list[nn.Module] = []
+        self._buffers: list[SharedBuffers] = []
         super().__init__(**options)
         self._backward_sync_control: Any = _SyncControl()
 
@@ -150,7 +151,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         device = self.root_device
         self._building.shard(module, lambda: plan_for(module, self._plan, mesh, dtype, device), device)
         self._sharded.add(module)
-        self._norms += norms_with_statistics(module)
+        if self._ddp_kwargs.get("broadcast_buffers", True):
+            self._buffers.append(SharedBuffers([module]))
         return _Forward(module)
 
     def setup_module_and_optimizers(
@@ -203,9 +205,10 @@ class ThinwireFabricStrategy(DDPStrategy):
         return optimizer
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Make a step, and give all ranks the first one's running statistics. Collective."""
+        """Make a step, and give all ranks the first one's buffers. Collective."""
         result = super().optimizer_step(optimizer, **kwargs)
-        share_statistics(self._norms)
+        for buffers in self._buffers:
+            buffers.share()
         return result
 
     def clip_gradients_norm(

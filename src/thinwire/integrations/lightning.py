@@ -24,6 +24,7 @@ from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import (
     COMPUTE_DTYPES,
@@ -33,7 +34,7 @@ from thinwire.integrations.common.mixed import (
     restore_scaler,
     scaler_state,
 )
-from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
+from thinwire.integrations.common.optimizers import combines, is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import (
     load_whole_share_state,
@@ -113,7 +114,8 @@ class ThinwireStrategy(DDPStrategy):
             Lightning with whole weights and whole optimizer states, for which the first rank needs memory. Both kinds
             are loaded, whatever this says.
         frozen: Where checkpoints keep frozen parameters; see :func:`thinwire.save`.
-        **options: See ``lightning.pytorch.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
+        **options: See ``lightning.pytorch.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``;
+            ``broadcast_buffers=False`` keeps buffers apart.
 
     Raises:
         UsageError: The trainer or the module asks for what thinwire cannot do in this loop.
@@ -142,8 +144,10 @@ class ThinwireStrategy(DDPStrategy):
 
     def _share_buffers(self) -> None:
         """Take the first rank's buffers, such as running statistics, as DDP does."""
-        for value in self.lightning_module.buffers():
-            group.control().broadcast(value)
+        self._buffers_of(self.lightning_module).share()
+
+    def _buffers_of(self, module: nn.Module) -> SharedBuffers:
+        return SharedBuffers([module] if self._ddp_kwargs.get("broadcast_buffers", True) else ())
 
     on_validation_start = on_test_start = on_predict_start = _share_buffers
 
@@ -196,6 +200,7 @@ class ThinwireStrategy(DDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._buffers, self._has_combined = self._buffers_of(module), False
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Let the optimizers of ``configure_optimizers`` train the shares; one of the whole module is made anew."""
@@ -237,6 +242,9 @@ class ThinwireStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch, or all of a manual optimization."""
         module = self.lightning_module
+        if self._has_combined:  # as DDP, which shares buffers before the first forward of a step
+            self._buffers.share()
+        self._has_combined = combines(module)
         if module.automatic_optimization:
             return self._run_step("training_step", *args, **kwargs)
         with self.precision_plugin.forward_context():  # it updates parameters, which are shares outside of forwards

@@ -126,7 +126,7 @@ class ThinwireTrainerMixin:
                 f"fp16=True: {type(made).__name__} updates some of the parameters or has hooks, and the loss scale "
                 "needs one that updates all and has none; freeze the others, or train with bf16=True"
             )
-        self.optimizer = SteppingOptimizer(optimizer, [self.model])
+        self.optimizer = SteppingOptimizer(optimizer, [self.model], self.accelerator.ddp_handler)
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 

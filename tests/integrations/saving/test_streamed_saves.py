@@ -72,6 +72,18 @@ def test_adapters_equal_those_of_one_process(safe: bool, tmp_path: Path) -> None
 
 
 @on_ranks(2)
+def test_learned_prompts_equal_those_of_one_process(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    common = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    for config in (
+        peft.PromptTuningConfig(**common),
+        peft.PromptEncoderConfig(**common, encoder_hidden_size=8),
+        peft.PrefixTuningConfig(**common, prefix_projection=True, encoder_hidden_size=8),
+    ):
+        save_beside(tmp_path / str(config.peft_type.value), peft.get_peft_model(build(), config))
+
+
+@on_ranks(2)
 def test_tensors_of_other_dtypes(tmp_path: Path) -> None:
     """Buffers of other dtypes are saved as they are."""
     model = build()

@@ -123,17 +123,45 @@ class Control:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor of any layout and dtype with that of the first rank (initial weights, buffers)."""
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:
-                tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # an expanded tensor stores this once
+        tensor = _stored_once(tensor)
         if self.process_group is None or not tensor.numel():
             return
         staged = tensor.detach().cpu().contiguous()
         with self._doing("broadcast"):
-            # As bytes, because gloo supports neither complex numbers nor small integers.
-            dist.broadcast(staged.view(-1).view(torch.uint8), self.ranks[0], group=self.process_group)
+            dist.broadcast(_bytes_of(staged), self.ranks[0], group=self.process_group)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
+
+    def broadcast_together(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
+        """Overwrite small tensors with those of the first rank in one message; returns which were different."""
+        stored = [_stored_once(tensor.detach()) for tensor in tensors]
+        mine = [_bytes_of(tensor.contiguous()) for tensor in stored]
+        if self.process_group is None or not sum(part.numel() for part in mine):
+            return [False] * len(mine)
+        sizes = [part.numel() for part in mine]
+        staged = torch.cat([part.to(mine[0].device) for part in mine]).cpu()
+        before = staged.clone().split(sizes)
+        with self._doing("broadcast"):
+            dist.broadcast(staged, self.ranks[0], group=self.process_group)
+        parts = staged.split(sizes)
+        different = [not torch.equal(*pair) for pair in zip(before, parts, strict=True)]
+        for tensor, part, differs in zip(stored, parts, different, strict=True):
+            if differs:
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # whose bytes are aligned
+        return different
+
+
+def _stored_once(tensor: torch.Tensor) -> torch.Tensor:
+    """What an expanded tensor stores."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: gloo supports neither complex numbers nor small integers."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 _controls: dict[tuple[int, ...], Control] = {}

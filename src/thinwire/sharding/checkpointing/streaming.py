@@ -36,6 +36,8 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 
 _NAMES: Final = ("save_file", "safe_save_file")
 """Names that modules give the function of ``safetensors``."""
+_PROMPT: Final = "get_prompt_embedding_to_save"
+"""Method of peft's models that the first rank alone would call."""
 
 
 def stream_saves(model: nn.Module) -> list[Callable[[], None]]:
@@ -92,6 +94,7 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
         for value in state.values()
         if (isinstance(value, ShareTensor) or is_wrapper(value)) and id(value) not in at_once
     }
+    prompts = _prompts(module)
     gathering = _Gathering(ranks, list(shared.values()))
 
     def action() -> None:
@@ -109,17 +112,44 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
         whole = {name: stands_for.get(id(value), value) for name, value in state.items()}
         # transformers asks a model that it has quantized once more.
         object.__setattr__(module, "state_dict", lambda *_, **__: dict(whole))
+        if prompts:
+            object.__setattr__(module, _PROMPT, prompts.__getitem__)
         try:
             with _writing_deferred():
                 write(whole)
         finally:
             object.__delattr__(module, "state_dict")
+            vars(module).pop(_PROMPT, None)
             gathering.end()
 
     def explain(problems: Mapping[int, str]) -> CheckpointError:
         return CheckpointError(f"{what}: {next(iter(problems.values()))}")
 
     ranks.agree(action, explain, NOTHING)
+
+
+class _Prompting(nn.Module):
+    """Computes what peft saves of a model that learns prompts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, name: str) -> Any:
+        return getattr(self.model, _PROMPT)(name)
+
+
+@torch.no_grad()
+def _prompts(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What peft computes by the prompt encoder of each adapter while it saves, by fp32 masters. Collective."""
+    model: Any = module
+    configs = model.peft_config if hasattr(model, _PROMPT) else {}
+    prompts = {}
+    for name in [name for name, config in configs.items() if config.is_prompt_learning]:
+        state = model.prompt_encoder[name].state_dict(keep_vars=True, prefix=f"model.prompt_encoder.{name}.")
+        whole = {key: whole_value(value, keep=True) for key, value in state.items()}
+        prompts[name] = torch.func.functional_call(_Prompting(model), whole, (name,))
+    return prompts
 
 
 class _Gathering:

@@ -89,10 +89,13 @@ class _Table(dict[str, Any]):
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        if name in self._entries:
+        entry = self._entries.get(name)
+        # peft parametrizes a weight for the length of a forward, which changes nothing of one that stays whole.
+        if entry is not None and (entry.unit.sharded or not self._passes.is_inside()):
             raise UsageError(
-                f"{self._entries[name].name} cannot be taken out of its module, as pruning and parametrizations do: "
-                "the model is sharded. Do it before thinwire.shard"
+                f"{entry.name} cannot be taken out of its module, as pruning and parametrizations do: the model is "
+                "sharded. Do it before thinwire.shard; for peft's target_parameters, which do it in each forward, "
+                "choose a plan with params = 1x1, such as zero2, or target_modules"
             )
         super().__delitem__(name)
 
