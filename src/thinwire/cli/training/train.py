@@ -304,7 +304,12 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     run = read_run(directory.path)
     chart = loss_chart(run)
     if chart is not None:
-        write_png(chart, directory.picture)
+        try:
+            write_png(chart, directory.picture)
+        except OSError as error:
+            say(console, f"{directory.picture} cannot be written: {error.strerror}; the run itself has what it needs")
+            with contextlib.suppress(OSError):
+                directory.picture.unlink()  # a part of it
     if run.summary is None:
         if as_json:
             print(json.dumps({"stopped": True, "steps": run.last_step, "directory": str(directory.path)}))
