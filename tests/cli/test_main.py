@@ -15,8 +15,9 @@ from typer.testing import CliRunner, Result
 
 import thinwire
 from thinwire.cli.main import app
+from thinwire.cli.terminal.console import plain_console
 from thinwire.cli.terminal.summary import summary_table
-from thinwire.cli.training.train import default_directory
+from thinwire.cli.training.train import _finish, default_directory
 from thinwire.record import read_run
 from thinwire.report.charts import loss_chart
 from thinwire.report.drawing import write_png
@@ -195,6 +196,19 @@ def test_picture_and_table(tmp_path: Path) -> None:
     cells = [str(cell) for column in summary_table(lost, directory).columns for cell in column.cells]
     assert cells.count("no finite number") == 2
     assert loss_chart(read_run(write_run(tmp_path / "empty", []))) is None
+
+
+def test_a_complete_run_ends_well_without_room_for_its_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(write_run(tmp_path / "run"))
+    directory.picture.unlink(missing_ok=True)
+    directory.picture.symlink_to("/dev/full")
+    _finish(directory, plain_console(width=200), as_json=False)
+    printed = capsys.readouterr().out
+    assert "loss.png cannot be written: No space left on device" in printed
+    assert "validation loss" in printed
+    assert not directory.picture.is_symlink()
 
 
 def test_python_module_form_works() -> None:

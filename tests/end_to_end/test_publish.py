@@ -65,9 +65,14 @@ def test_what_a_run_publishes_is_what_it_exports(tmp_path: Path) -> None:
     thinwire(tmp_path, "train", "recipe.toml", "--out", "run")
     thinwire(tmp_path, "export", "run", "--to", "exported")
     thinwire(tmp_path, "follow", "published", "--out", "model", "--once")
-    exported, followed = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "model"))
-    assert followed.keys() == exported.keys()
-    assert all(value.equal(exported[name]) for name, value in followed.items())
+    shutil.rmtree(tmp_path / "published")  # as if the last version had found the store full
+    thinwire(tmp_path, "train", "recipe.toml", "--out", "run", "--resume")
+    thinwire(tmp_path, "follow", "published", "--out", "again", "--once")
+    exported, followed, again = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("exported", "model", "again")
+    )
+    assert followed.keys() == again.keys() == exported.keys()
+    assert all(value.equal(exported[name]) and value.equal(again[name]) for name, value in followed.items())
     shutil.copy(tmp_path / "config.json", tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight.equal(followed["model.embed_tokens.weight"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -73,6 +74,14 @@ def test_a_process_left_in_the_background_is_ended_and_not_waited_for(tmp_path: 
     _, errors = run("--", "sh", "-c", "sleep 60 & echo $RANK", cwd=tmp_path)
     assert time.monotonic() - started < 30
     assert "[host1.3] 3" in errors
+
+
+@pytest.mark.slow
+def test_processes_are_not_held_up_where_nobody_reads(tmp_path: Path) -> None:
+    script = "[ $RANK = 0 ] || head -c 1000000 /dev/zero; touch $RANK"
+    words = shlex.join([*LAB, "--nodes", "2", "--ranks", "1", "--", "sh", "-c", script])
+    subprocess.run(["bash", "-c", f"{words} 2>&1 | sleep 0"], cwd=tmp_path, env=environment(), timeout=60, check=True)
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow

@@ -407,6 +407,37 @@ def test_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "4,2"}, r"6 tasks on 2 nodes \(SLURM_TASKS_PER_NODE = '4,2'\).*--ntasks-per-node"),
+        ({"SLURM_NTASKS": "5"}, "5 tasks on 2 nodes"),
+        ({"SLURM_NTASKS": "x"}, "SLURM_PROCID is set, .*'x'.*through srun"),
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID is set, .*through srun"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is set, .*rank 2 of 2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "RANK is set, .*0 on this host"),
+    ],
+)
+def test_an_environment_that_is_not_usable_is_named(variables: dict[str, str], message: str) -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "6", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "3(x2)"}
+    started(dict(slurm))
+    with pytest.raises(UsageError, match=message):
+        started(slurm | variables)
+
+
+def test_steps_of_one_job_meet_at_places_of_their_own() -> None:
+    job = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "n[1-4]"}
+    job |= {"SLURM_JOB_ID": "77", "SLURM_TASKS_PER_NODE": "2(x4)"}
+    places = set()
+    for step, nodes in enumerate(("n[1-2]", "n[1-2]", "n[3-4]")):
+        own = {"SLURM_STEP_ID": str(step), "SLURM_STEP_NODELIST": nodes, "SLURM_STEP_NUM_NODES": "2"}
+        environment = job | own | {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+        started(environment)
+        assert (environment["MASTER_ADDR"], environment["LOCAL_WORLD_SIZE"]) == (f"n{nodes[2]}", "2")
+        places.add((environment["MASTER_ADDR"], environment["MASTER_PORT"]))
+    assert len(places) == 3
+
+
+@pytest.mark.parametrize(
     ("nodes", "host"),
     [
         ("a", "a"),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -198,5 +198,6 @@ class Job:
 def _show(label: str, pipe: IO[bytes]) -> None:
     prefix = f"[{label}] ".encode()
     for line in pipe:
-        sys.stderr.buffer.write(prefix + line if line.endswith(b"\n") else prefix + line + b"\n")
-        sys.stderr.buffer.flush()
+        with suppress(OSError):  # whether or not somebody reads it, the pipe must not fill up
+            sys.stderr.buffer.write(prefix + line if line.endswith(b"\n") else prefix + line + b"\n")
+            sys.stderr.buffer.flush()

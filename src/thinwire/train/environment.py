@@ -59,16 +59,18 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
     Under SLURM the variables that torch reads are filled in from SLURM's.
 
     Raises:
-        UsageError: The variables contradict each other.
+        UsageError: The variables contradict each other, or SLURM's nodes have different numbers of tasks.
     """
     if "RANK" in environment:
-        by = "torchrun"
-    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        by = "SLURM"
-        environment.update({key: value for key, value in _from_slurm(environment).items() if key not in environment})
+        by, leader, command = "torchrun", "RANK", "torchrun"
+    elif "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
+        by, leader, command = "SLURM", "SLURM_PROCID", "srun"
     else:
         return None
     try:
+        if by == "SLURM":
+            found = _from_slurm(environment)
+            environment.update({key: value for key, value in found.items() if key not in environment})
         ranks = Started(
             by=by,
             rank=int(environment["RANK"]),
@@ -76,26 +78,36 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
             local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
             local_world=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
         )
+        if not 0 <= ranks.rank < ranks.world or ranks.local_world < 1:
+            raise ValueError(f"rank {ranks.rank} of {ranks.world}, {ranks.local_world} on this host")
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"RANK is set, but the rest of torchrun's environment is not usable ({error!r}); "
-            "start thinwire through torchrun, or unset RANK"
+            f"{leader} is set, but the rest of {by}'s environment is not usable ({error!r}); "
+            f"start thinwire through {command}, or unset {leader}"
         ) from error
     return ranks
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    world = environment["SLURM_NTASKS"]
-    nodes = int(environment.get("SLURM_NNODES", "1"))
-    job = int(environment.get("SLURM_JOB_ID", "0"))
+    world, rank = environment["SLURM_NTASKS"], environment["SLURM_PROCID"]
+    # A step may have some of the job's nodes only.
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES", "1")))
+    hosts = environment.get("SLURM_STEP_NODELIST", environment.get("SLURM_JOB_NODELIST", "localhost"))
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", ""))
+    if "," in tasks or int(world) % nodes:
+        raise UsageError(
+            f"SLURM has started {world} tasks on {nodes} nodes (SLURM_TASKS_PER_NODE = {tasks!r}), and every node "
+            "needs as many as the others; give srun --ntasks-per-node"
+        )
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
     return {
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": rank,
         "WORLD_SIZE": world,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", rank),
         "LOCAL_WORLD_SIZE": str(int(world) // nodes),
-        "MASTER_ADDR": expand_hosts(environment.get("SLURM_JOB_NODELIST", "localhost"))[0],
-        # Any port will do as long as all ranks compute the same one and jobs on a shared node differ.
-        "MASTER_PORT": str(20_000 + job % 20_000),
+        "MASTER_ADDR": expand_hosts(hosts)[0],
+        # Any port will do as long as all ranks compute the same one, and jobs and steps on a shared node differ.
+        "MASTER_PORT": str(20_000 + (job + 7_919 * step) % 20_000),
     }
 
 

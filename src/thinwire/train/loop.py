@@ -79,6 +79,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
                 publisher = _publisher(trainer)
                 stopped = _steps(trainer, stop, log, progress, publisher)
                 if publisher is not None:
+                    if start == steps:  # what an earlier start may have failed to publish
+                        publisher.step()
                     publisher.close()
         finally:
             if log is not None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.terminal.console import say, wide_console
+from thinwire.cli.terminal.errors import explained
+from thinwire.errors import UsageError
 from thinwire.report import Sheet, rich_table
 
 PLAN = "plan --model llama-7b --cluster a100-80g:2x8 --tokens-per-step 1M --json"
@@ -49,12 +53,23 @@ train = { steps = 2, seq = 16, global_batch = 2, trackers = [] }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
-def test_training_needs_no_streams(closed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", ">/dev/full", "2>&1 | sleep 0"])
+def test_training_needs_no_streams(streams: str, tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
-    ended = shell(f"train tiny.toml --nodes 1 --nproc 2 --out run {closed}", cwd=tmp_path)
+    ended = shell(f"train tiny.toml --nodes 1 --nproc 2 --out run {streams}; exit ${{PIPESTATUS[0]}}", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (UsageError, 1)])
+def test_an_error_that_nobody_reads_has_its_status(
+    error: type[BaseException], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, encoding="utf-8", write_through=True))
+        with pytest.raises(typer.Exit) as ended, explained():
+            raise error
+    assert ended.value.exit_code == status
 
 
 def test_brackets_are_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,16 @@ def test_training_is_deterministic_and_files_round_trip(tokenizer: Tokenizer, tm
     assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("letter", ["a", "7", "-", " "])
+def test_merges_are_learned_from_a_document_without_words(letter: str) -> None:
+    document = "a b " + letter * 200_000 + " c"
+    tokenizer = Tokenizer.train([document], 300)
+    ids = tokenizer.encode([document])
+    assert tokenizer.decode(ids[:-1].tolist()) == document
+    assert len(ids) < 200_000 / 1024
+
+
 def test_documents_are_neither_cut_nor_padded(tokenizer: Tokenizer, tmp_path: Path) -> None:
     short = Tokenizer.load(_saved(tokenizer, tmp_path))
     short.backend.enable_truncation(5)

@@ -11,9 +11,9 @@ _PIPED_WIDTH = 200
 """Columns of output to a file or a pipe, so that tables are not cut to 80 columns."""
 
 
-def plain_console(*, stderr: bool = False, quiet: bool = False, width: int | None = None) -> Console:
+def plain_console(*, stderr: bool = False, width: int | None = None) -> Console:
     """A console that prints text as it is: ``runs/[a]`` is a path and no markup."""
-    return Console(stderr=stderr, quiet=quiet, width=width, highlight=False, markup=False)
+    return Console(stderr=stderr, width=width, highlight=False, markup=False)
 
 
 def wide_console(*, as_json: bool = False) -> Console:

@@ -44,7 +44,7 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
         _show(f"{error.filename}: {error.strerror}", as_json=as_json)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        print("thinwire: interrupted", file=sys.stderr)
+        _say("thinwire: interrupted")
         raise typer.Exit(130) from None
 
 
@@ -66,4 +66,9 @@ def writing(option: str, path: Path) -> Iterator[None]:
 def _show(message: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": message}))
-    print(f"thinwire: {message}", file=sys.stderr)
+    _say(f"thinwire: {message}")
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the exit status is all that is left to say
+        print(sentence, file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from thinwire.cli.terminal.console import command_line, plain_console, say
+from thinwire.cli.terminal.console import command_line, say
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
@@ -119,6 +119,7 @@ def train(options: TrainOptions) -> None:
         require("train", "thinwire train")
         from thinwire.train.environment import hardware, started
         from thinwire.train.launching.resolved import resolve_run
+        from thinwire.train.observing.output import run_console
         from thinwire.train.processes.server import called
 
         ranks = started()
@@ -129,7 +130,7 @@ def train(options: TrainOptions) -> None:
         # A process that is not a rank itself asks the server of ranks, which has torch.
         found = called(hardware, asked) if ranks is None else hardware(asked)
         run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
-        console = plain_console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0)
+        console = run_console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0)
         run, kept = _choose_plan(options, run, _expected(recipe), ranks, console)
         say(console, *(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced)
         with advised(options.recipe, run):
@@ -303,7 +304,12 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     run = read_run(directory.path)
     chart = loss_chart(run)
     if chart is not None:
-        write_png(chart, directory.picture)
+        try:
+            write_png(chart, directory.picture)
+        except OSError as error:
+            say(console, f"{directory.picture} cannot be written: {error.strerror}; the run itself has what it needs")
+            with contextlib.suppress(OSError):
+                directory.picture.unlink()  # a part of it
     if run.summary is None:
         if as_json:
             print(json.dumps({"stopped": True, "steps": run.last_step, "directory": str(directory.path)}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,18 @@ END_OF_TEXT: Final = "<|endoftext|>"
 _END_NAMES: Final = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 _TRAINING_BYTES: Final = 64 * 2**20
 """A BPE of a few thousand merges does not improve beyond this much text."""
+
+_LONGEST: Final = 4096
+"""Characters of a word from which merges are learned. Learning takes time quadratic in it: a genome in one line would
+never be through."""
+
+_LONG_WORDS: Final = re.compile(
+    "|".join(f"(?:{kind}){{{_LONGEST}}}" for kind in (r"[^\W\d_]", r"\d", r"[^\w\s]|_", r"\s"))
+)
+"""Words as a byte-level BPE tells them apart: letters, digits, other signs, spaces."""
+
+_MAY_BE_LONG: Final = re.compile(rf"\S{{{_LONGEST}}}|\s{{{_LONGEST}}}")
+"""What documents with such words contain. It is found much faster."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,11 @@ class Tokenizer:
 
 def _first(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
     for document in documents:
-        yield document
+        begin = 0
+        for word in _LONG_WORDS.finditer(document) if _MAY_BE_LONG.search(document) else ():
+            yield document[begin : word.end()]
+            begin = word.end()
+        yield document[begin:]
         num_bytes -= len(document.encode())
         if num_bytes <= 0:
             return

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Final, Literal, Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from thinwire.train.observing.metrics import StepRecord
+from thinwire.train.observing.output import run_console
 from thinwire.units import format_duration
 
 Stream = Literal["stdout", "stderr", "none"]
@@ -26,7 +25,7 @@ class ProgressReport:
         self._every = max(1, (steps - start) // _NUM_LINES)
         self._due = start + 1  # not every step is logged: the next one at or after it is shown
         self._silent = stream == "none"
-        self._console = Console(file=sys.stderr if stream == "stderr" else sys.stdout, highlight=False, markup=False)
+        self._console = run_console(stderr=stream == "stderr")
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._started = time.monotonic()

@@ -75,7 +75,7 @@ def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_r
 @contextmanager
 def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks the ranks to save and exit. The second ends them, as does a terminal that is
-    closed."""
+    closed, unless ``nohup`` has said otherwise."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -88,6 +88,8 @@ def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
         raise _EndedBySignalError(signal.Signals(number).name)
 
     handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGHUP: end, signal.SIGQUIT: end}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        del handlers[signal.SIGHUP]
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
