@@ -20,6 +20,7 @@ import thinwire as tw
 from thinwire.cli.terminal.summary import summary_table
 from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError, UsageError
+from thinwire.parallel import ParallelModel
 from thinwire.program import Lane, Scope
 from thinwire.record import read_run
 from thinwire.sharding import api
@@ -27,7 +28,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.testing import check_streams
-from thinwire.train.checkpoint import Checkpoint
+from thinwire.train.checkpoint import Checkpoint, checkpoints
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
@@ -35,6 +36,7 @@ from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import train_rank
+from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.metrics import MetricsLog, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
@@ -100,6 +102,29 @@ def test_a_finished_run_that_is_resumed_keeps_what_it_measured(tmp_path: Path) -
     assert trains(longer, dataset)["steps"] == 3
     with pytest.raises(UsageError, match=r"train\.steps = 2 is less than the 3 steps of .*; set it to at least 3"):
         trains(again, dataset)
+
+
+def test_an_island_that_enters_at_the_last_step_of_the_others_validates_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[int] = []
+    monkeypatch.setattr(IslandWatch, "enter", lambda watch, optimizer: setattr(watch.position, "step", 6))
+    monkeypatch.setattr(IslandWatch, "follow", lambda watch: None)
+    monkeypatch.setattr(ParallelModel, "join_islands", lambda model: joined.append(1))
+    run, dataset = prepared(tmp_path, "train.tensorboard=false")
+    run = dataclasses.replace(run, plan=run.plan.with_(islands={"count": 2, "elastic": True}))
+    assert trains(run, dataset)["final_val_loss"] > 0
+    assert [saved.step for saved in checkpoints(run.directory.checkpoints)] == [6]
+    assert joined
+
+
+def test_a_slow_island_that_jumps_over_a_multiple_validates_and_saves(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "checkpoint.every=4")
+    trainer.position.step = 5
+    due = {}
+    for trainer._before in (3, 4):
+        due[trainer._before] = (trainer.validates, trainer.saves)
+    assert due == {3: (True, True), 4: (False, False)}
 
 
 def test_a_last_validation_of_nan_completes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,12 +79,9 @@ def init(
     keys = keys or os.environ.get(KEYS)
     job.joined_here = not dist.is_initialized()
     if not job.joined_here:
-        if keys and job.shelter is None:
-            raise UsageError(
-                f"{KEYS} or cluster.keys = {keys} comes too late: torch.distributed is initialised already, without "
-                "keys; call thinwire.collectives.group.init() instead of init_process_group(), or unset it"
-            )
+        _refuse_late(keys)
         return
+    job.has_keys = bool(keys)
     rank, world, store = 0, 1, cast(dist.Store, dist.HashStore())
     if "RANK" in os.environ:
         place = Rendezvous.of()
@@ -99,6 +96,14 @@ def init(
         backend = _sheltered(backend)
     forgo_flight_recorder()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _refuse_late(keys: str | os.PathLike[str] | None) -> None:
+    if keys and not job.has_keys:
+        raise UsageError(
+            f"{KEYS} or cluster.keys = {keys} comes too late: torch.distributed is initialised already, without "
+            "keys; call thinwire.collectives.group.init() instead of init_process_group(), or unset it"
+        )
 
 
 def _store_at(place: Rendezvous, timeout: datetime.timedelta, keys: str | os.PathLike[str] | None) -> dist.Store:
@@ -138,11 +143,17 @@ def before_shutdown(close: Callable[[], None]) -> None:
 
 def enter() -> None:
     """Be part of a job: enter the one of the environment, unless ``torch.distributed`` is initialised. All ranks call
-    this."""
+    this.
+
+    Raises:
+        UsageError: As for :func:`init`.
+    """
     if not is_initialized():
         init()
-    elif job.is_left():  # torch's default group was replaced rather than destroyed
+        return
+    if job.is_left():  # torch's default group was replaced rather than destroyed
         _leave()
+    _refuse_late(os.environ.get(KEYS))
 
 
 def _leave() -> None:
@@ -171,6 +182,7 @@ def _forget(*, close_links: bool) -> None:
 
 
 def _close_shelter() -> None:
+    job.has_keys = False
     if job.shelter is not None:
         job.shelter.close()
         job.shelter = None

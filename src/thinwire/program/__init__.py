@@ -2,7 +2,14 @@
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
 from thinwire.program.gathers import Lookahead, any_gathered, check_live, gathered_peak
-from thinwire.program.islands import ExchangePart, due_fragments, exchange_operations, exchange_parts, exchanged_units
+from thinwire.program.islands import (
+    ExchangePart,
+    due_fragments,
+    exchange_operations,
+    exchange_parts,
+    exchanged_units,
+    next_exchange,
+)
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
@@ -55,6 +62,6 @@ __all__ = [
     "axis_extent", "axis_index", "axis_members", "axis_shape", "axis_stride", "buckets", "check_live", "chunk_spans",
     "control_bytes", "crossing_bytes", "deal", "default_trace", "due_fragments", "exchange_operations",
     "exchange_parts", "exchanged_units", "flat_numel", "gather_batches", "gathered_peak", "gradient_bytes", "hops",
-    "host_bytes", "host_orders", "idle_codecs", "leaf_by_leaf", "least_crossing", "lower", "node_order", "padded",
-    "reduction_batches", "slot_offsets", "together", "traffic_across", "within",
+    "host_bytes", "host_orders", "idle_codecs", "leaf_by_leaf", "least_crossing", "lower", "next_exchange",
+    "node_order", "padded", "reduction_batches", "slot_offsets", "together", "traffic_across", "within",
 ]  # fmt: skip

@@ -44,6 +44,20 @@ def due_fragments(plan: Plan, step: int, share: float = 0.0) -> tuple[int, ...]:
     return tuple(fragment for fragment in range(number) if (fragment + 1) * every // number == moment)
 
 
+def next_exchange(plan: Plan, step: int, share: float) -> tuple[int, tuple[int, ...]]:
+    """Step and fragments of the first exchange of elastic islands after this step or a later one.
+
+    Args:
+        plan: A plan with elastic islands, or with several.
+        step: The step, as a number of updates with its own.
+        share: Share of training that was done before it. It is taken to grow evenly: ``every`` may change until then.
+    """
+    later = step
+    while not (due := due_fragments(plan, later, share * ((later - 1) / (step - 1) if step > 1 else 1.0))):
+        later += 1
+    return later, due
+
+
 def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tuple[int, ...]:
     """Units of a fragment: the trained units are dealt out to the fragments in turns.
 

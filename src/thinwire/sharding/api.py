@@ -400,7 +400,8 @@ def load(model: nn.Module, optim: Optimizers, path: str | Path) -> dict[str, Any
 
 
 def progress(model: nn.Module, share: float) -> None:
-    """Report the progress of training before a step. Plans with ``wire.compress_until`` below 1 require this.
+    """Report the progress of training before a step. Plans with ``wire.compress_until`` below 1 or an
+    ``islands.schedule`` require this.
 
     Args:
         model: A sharded model.

@@ -55,6 +55,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         trainer = make_trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
+        had = trainer.position.step
         if run.plan.is_elastic:
             trainer.watch.enter(trainer.optimizer)
         trainer.prepare_data()
@@ -76,6 +77,10 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
             progress.note(note)
         try:
             with explained_exhaustion(rank, "training", room):
+                if had < steps <= start:  # an island that enters at the others' last exchange: nothing is left to train
+                    trainer.join_islands()
+                    trainer.validate()
+                    _save(trainer, progress, last=True)
                 publisher = _publisher(trainer)
                 stopped = _steps(trainer, stop, log, progress, publisher)
                 if publisher is not None:
@@ -207,7 +212,7 @@ def _steps(
         if trainer.saves or stopping:
             if log is not None:
                 log.sync()
-            _save(trainer, progress, last=stopping or position.step == steps)
+            _save(trainer, progress, last=stopping or position.step >= steps)
         if stopping and position.step < steps:
             cause = next((text for text in trainer.ranks.all_gather_typed(reason, _TEXT) if text), "stop")
             progress.note(f"{cause}: step {position.step} is saved; continue with --resume")

@@ -105,6 +105,7 @@ class Trainer:
     total: Duration = NONE
     waits: Duration = NONE
     _pending: PendingSave | None = None
+    _before: int = 0
 
     def __post_init__(self) -> None:
         self._ahead = BatchesAhead(self._batches)
@@ -119,15 +120,18 @@ class Trainer:
     def validates(self) -> bool:
         """Whether the run validates after the step just made."""
         train = self.run.recipe.train
-        step = self.position.step
-        return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
+        return self.position.step >= train.steps or self._has_reached(train.validate_every)
 
     @property
     def saves(self) -> bool:
         """Whether the run saves after the step just made."""
-        every = self.run.recipe.checkpoint.every
-        step = self.position.step
-        return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
+        recipe = self.run.recipe
+        return self.position.step >= recipe.train.steps or self._has_reached(recipe.checkpoint.every)
+
+    def _has_reached(self, every: int) -> bool:
+        """Whether the step just made ends at a multiple of a number, or behind one: a slow island jumps to the step of
+        the others."""
+        return every > 0 and self.position.step // every > self._before // every
 
     def step(self, wants_stop: bool) -> StepOutcome:
         """Make one update, and exchange losses and measurements with the other ranks. ``wants_stop`` asks all of them
@@ -141,12 +145,12 @@ class Trainer:
                 until the scale is at its floor.
         """
         self.step_meter.begin()
+        self._before = self.position.step
         self._make_step()
-        if self.position.step == self.run.recipe.train.steps:
-            self.model.join_islands()
-            self.watch.follow()
         train = self.run.recipe.train
-        logged = self.validates or self.position.step % train.log_every == 0
+        if self.position.step >= train.steps:
+            self.join_islands()
+        logged = self.validates or self._has_reached(train.log_every)
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
         seconds = self.step_meter.end()
         self.recent, self.total = self.recent.plus(seconds), self.total.plus(seconds)
@@ -162,6 +166,11 @@ class Trainer:
         if not together:  # the other islands have not heard of it
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
+
+    def join_islands(self) -> None:
+        """Give all islands the same parameters, after the last step."""
+        self.model.join_islands()
+        self.watch.follow()
 
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""

@@ -419,6 +419,8 @@ def test_what_keys_cannot_protect_is_refused(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(UsageError, match=r"comes too late: torch.distributed is initialised already"):
         group.init()
+    with pytest.raises(UsageError, match=r"comes too late: torch.distributed is initialised already"):
+        group.enter()
     with pytest.raises(UsageError, match=r"has no certificate.pem that can be read; make one with `thinwire keys DIR`"):
         group._store_at(Rendezvous(0, 1, "localhost", free_port(), on_one_host=True), LONG, tmp_path / "nowhere")
     # On one host nothing listens on the network, and there is no gateway.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.errors import CollectiveError, SpecError
+from thinwire.collectives.group import Meter
+from thinwire.errors import CollectiveError, SpecError, UsageError
+from thinwire.sharding.islands.lighthouse import own_address, split_address
+from thinwire.sharding.islands.peers import host_store, meet_peers
 from thinwire.sharding.islands.quorum import Expected, Participant, sort_out
 from thinwire.sharding.islands.transfer import StateServer, fetch, pack, unpack
 from thinwire.spec import Plan
@@ -100,6 +105,58 @@ def test_a_state_travels_with_its_checksum() -> None:
         server.close()
     with pytest.raises(CollectiveError, match="did not come"):
         fetch(server.address, "key", 2.0, deadline=0.0)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["a", ":5", "[]:5", "a:", "a:0", "a:65536", "a:\N{ARABIC-INDIC DIGIT THREE}", "::1:5", "https://a:5", "a:5/"],
+)
+def test_an_address_that_cannot_be_is_refused_at_once(address: str) -> None:
+    with pytest.raises(UsageError, match="expected HOST:PORT"):
+        split_address(address)
+
+
+def test_addresses() -> None:
+    for address, split in (("a:5", ("a", 5)), ("http://a:65535", ("a", 65535)), ("[::1]:5", ("::1", 5))):
+        assert split_address(address) == split
+    with pytest.raises(UsageError, match="there is no way to this host"):
+        own_address("a" * 300 + ":5")
+
+
+@pytest.mark.parametrize(("name", "address"), [(None, "127.0.0.1"), ("lo", "127.0.0.1"), ("net1", "10.1.2.3")], ids=str)
+def test_islands_meet_at_the_users_interface_or_on_the_way_to_the_lighthouse(
+    name: str | None, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher names the loopback interface where all ranks of an island are on one host."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if name is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    kinds = {
+        "lo": [(socket.AF_INET, "127.0.0.1")],
+        "net1": [(socket.AF_INET6, "fe80::1"), (socket.AF_INET, "10.1.2.3")],
+    }
+    interfaces = {key: [SimpleNamespace(family=f, address=a) for f, a in there] for key, there in kinds.items()}
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: interfaces)
+    assert own_address("127.0.0.1:29510") == address
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "net2")
+    with pytest.raises(UsageError, match="GLOO_SOCKET_IFNAME = net2 is no interface of this host that has an IPv4"):
+        own_address("127.0.0.1:29510")
+
+
+def test_connections_to_other_islands_listen_at_the_islands_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those inside an island may listen on the loopback interface, where no other host reaches them."""
+    made: list[str] = []
+
+    def make_device(address: str = "") -> Any:
+        made.append(address)
+        raise RuntimeError("made")
+
+    monkeypatch.setattr("thinwire.collectives.job.connecting.make_device", make_device)
+    store, place = host_store("127.0.0.1")
+    with pytest.raises(RuntimeError, match="made"):
+        meet_peers(place, "key/0", 0, 2, 5.0, "10.1.2.3", torch.device("cpu"), Meter())
+    assert made == ["10.1.2.3"]
+    del store
 
 
 @settings(deadline=None)

@@ -22,6 +22,11 @@ KEYS: Final = "THINWIRE_KEYS"
 DAYS: Final = 365
 """Days for which keys are valid unless another number is asked for."""
 
+NOT_FOR_ISLANDS: Final = (
+    f"cluster.keys or {KEYS} with islands.elastic = true: keys protect one job, not what travels between islands; "
+    "leave keys out, and use a VPN such as WireGuard or a private network between the islands' hosts"
+)
+
 _REMEDY: Final = "make one with `thinwire keys DIR` and copy it to every host"
 
 

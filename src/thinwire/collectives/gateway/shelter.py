@@ -17,7 +17,7 @@ from thinwire.collectives.gateway.addresses import inside_of
 from thinwire.collectives.gateway.client import Gateway, GatewayRefusedError
 from thinwire.collectives.gateway.keys import Keys
 from thinwire.collectives.gateway.store import BACKEND, Door, ShelteredStore
-from thinwire.collectives.links.gloo import make_device
+from thinwire.collectives.links.gloo import address_of_interface, make_device
 from thinwire.collectives.links.rendezvous import Rendezvous
 from thinwire.errors import UsageError
 
@@ -89,7 +89,7 @@ class Shelter:
                 f"{patience:.0f} s ({error}); see whether rank 0 runs there with cluster.keys and a firewall leaves "
                 "the port open"
             ) from error
-        address = _address_of_interface() or own
+        address = address_of_interface() or own
         inner = self._gateway.listen("127.0.0.1", place.host, self._port, 0)
         store = place.connect_at("127.0.0.1", inner, self._timeout)
         return store, address, self._gateway.open(address, 0, inside=self.address)
@@ -101,7 +101,7 @@ class Shelter:
             return str(ipaddress.ip_address(host))
         except ValueError:
             pass
-        if (chosen := _address_of_interface()) is not None:
+        if (chosen := address_of_interface()) is not None:
             return chosen
         try:
             address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -147,15 +147,3 @@ def _this_host() -> str:
         except OSError:
             continue
     return " ".join(parts)
-
-
-def _address_of_interface() -> str | None:
-    """Address of the interface that ``GLOO_SOCKET_IFNAME`` names; ``None`` if it names none, or the loopback one."""
-    import psutil  # only jobs with keys pay for it
-
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    addresses = psutil.net_if_addrs().get(name, [])
-    found = [address.address for address in addresses if address.family == socket.AF_INET]
-    if name and not found:
-        raise UsageError(f"GLOO_SOCKET_IFNAME = {name} is no interface of this host that has an IPv4 address")
-    return None if not found or ipaddress.ip_address(found[0]).is_loopback else found[0]

@@ -14,7 +14,7 @@ from thinwire.program.stages import Stage
 
 _LinksKey = tuple[tuple[int, ...], Lane, Stage, int, MakeBackend | None]
 _links: dict[_LinksKey, Connections] = {}
-_device: dist.ProcessGroupGloo.Device | None = None
+_devices: dict[str, dist.ProcessGroupGloo.Device] = {}
 
 
 def links_of(
@@ -34,16 +34,22 @@ def links_of(
     return _links[key]
 
 
-def connect(membership: Membership, make: MakeBackend | None) -> Connections:
-    """Connect the members of a group; all of them call this."""
-    global _device
+def connect(membership: Membership, make: MakeBackend | None, address: str = "") -> Connections:
+    """Connect the members of a group; all of them call this.
+
+    Args:
+        membership: The members.
+        make: Makes the device's own connections; ``None`` for those of the host.
+        address: Where the host's connections listen; by default, where those of the job do.
+    """
     if make is not None:
         return NcclLinks(make(membership), membership.index)
-    if _device is None:
-        # All connections share one, because each device has a thread that polls.
-        _device = make_device("" if job.shelter is None else job.shelter.address)
+    address = address or ("" if job.shelter is None else job.shelter.address)
+    if address not in _devices:
+        # All connections of an address share one, because each device has a thread that polls.
+        _devices[address] = make_device(address)
     size = len(membership.ranks)
-    links = GlooLinks(membership.store, membership.index, size, _device, membership.timeout)
+    links = GlooLinks(membership.store, membership.index, size, _devices[address], membership.timeout)
     return links if membership.device.type == "cpu" else StagedLinks(links)
 
 
@@ -65,9 +71,8 @@ job.aborts.append(_abort_links)
 
 def forget_links(*, close: bool) -> None:
     """Forget all connections when the job is left. To close them waits for exchanges that are under way."""
-    global _device
     if close:
         for links in _links.values():
             links.close()
     _links.clear()
-    _device = None
+    _devices.clear()

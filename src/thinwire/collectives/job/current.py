@@ -30,7 +30,8 @@ class CurrentJob:
         joined_here: Whether thinwire has initialised ``torch.distributed``.
         has_failed: Whether an exchange of this job has failed.
         number: Jobs that this process has left; part of the names in the store, so that jobs do not share entries.
-        shelter: What protects everything between hosts by keys; ``None`` without keys.
+        has_keys: Whether keys were given.
+        shelter: What protects everything between hosts by keys; ``None`` without keys, and on one host.
         group: Returns torch's default group at the time of the first exchange, while it exists; ``None`` before.
         aborts: Functions that abort the exchanges of this process.
         leave: Lets go of everything that belongs to the job; set by the groups, and called if the user destroys torch's
@@ -43,6 +44,7 @@ class CurrentJob:
         self.joined_here = False
         self.has_failed = False
         self.number = 0
+        self.has_keys = False
         self.shelter: Shelter | None = None
         self.group: Callable[[], dist.ProcessGroup | None] | None = None
         self.aborts: list[Callable[[], None]] = []

@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import socket
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.links.connections import Connections
+from thinwire.errors import UsageError
 
 MAX_TAG = 1 << 31
 
@@ -42,6 +45,29 @@ def make_device(address: str = "") -> dist.ProcessGroupGloo.Device:
     for thread in _threads() - before:
         _displace_nothing(thread)
     return device
+
+
+def address_of_interface(version: int = 4) -> str | None:
+    """Address of the interface that ``GLOO_SOCKET_IFNAME`` names; ``None`` if it names none, or the loopback one.
+
+    Args:
+        version: Of the internet protocol, 4 or 6.
+
+    Raises:
+        UsageError: The interface has no such address, or does not exist.
+    """
+    import psutil  # only jobs with keys and elastic islands pay for it
+
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    families = (socket.AF_INET, socket.AF_INET6)
+    listed = [ip_address(a.address) for a in psutil.net_if_addrs().get(name, []) if a.family in families]
+    if any(address.is_loopback for address in listed):
+        return None
+    # A link-local address of IPv6 is there beside the one that other hosts know.
+    found = sorted((a for a in listed if a.version == version), key=lambda address: address.is_link_local)
+    if name and not found:
+        raise UsageError(f"GLOO_SOCKET_IFNAME = {name} is no interface of this host that has an IPv{version} address")
+    return str(found[0]) if found else None
 
 
 def _threads() -> set[int]:

@@ -12,7 +12,6 @@ made by then, and goes on at the others' step.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import time
 import weakref
@@ -23,6 +22,7 @@ import torch
 from zlib_ng import zlib_ng
 
 from thinwire.errors import CollectiveError, UsageError, WireError
+from thinwire.program import next_exchange
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, state_of
 from thinwire.sharding.islands.exchanges import Ended, Exchanges
 from thinwire.sharding.islands.island_state import Fetched, packed_state, shared_state
@@ -131,7 +131,7 @@ class ElasticExchanges(Exchanges):
         self._has_trained = False
         self._pace = Tempo()
         self._made = 0
-        self._meets_at: int | None = None
+        self._meets_at: tuple[int, tuple[int, ...]] | None = None
         self._problem = "nothing on this rank"
 
     def enter(self, membership: OtherIslands, optimizer: InnerOptimizer | None) -> Ended:
@@ -150,10 +150,10 @@ class ElasticExchanges(Exchanges):
     def writes(self) -> bool:
         """Whether the step under way ends with an exchange, or with a fetch in its place."""
         step = self._sharded.steps.taken + 1
-        due = next(later for later in itertools.count(step) if self._due(later))
         others = self._entered()
+        due, fragments = next_exchange(self._sharded.plan, step, self._known_share())
         comes = due == step or (self._pace.others is not None and others.decide(wanted=self._pace.is_late(step, due)))
-        self._meets_at = due if comes else None
+        self._meets_at = (due, fragments) if comes else None
         return comes
 
     def end_step(self) -> Ended:
@@ -163,7 +163,7 @@ class ElasticExchanges(Exchanges):
         at, self._meets_at = self._meets_at, None
         if at is None:
             return Ended(frozenset(), self._sharded.steps.taken + 1)
-        return self._together(at, self._due(at))  # a slow island goes on at the others' step
+        return self._together(*at)  # a slow island goes on at the others' step
 
     def finish(self) -> Ended:
         """Exchange everything that was not exchanged after the last step with the islands that are there."""
@@ -199,6 +199,8 @@ class ElasticExchanges(Exchanges):
             is_member = membership.is_member(meeting)
             if is_member:
                 succeeded = entering or self._exchange(membership, meeting, due)
+                if succeeded:
+                    self.alike_since |= dict.fromkeys(due, step)
                 state = functools.partial(self._state_for, meeting, step) if succeeded else None
                 membership.publish(meeting, state)
                 now, source, fragments = step if succeeded else None, None, due
@@ -219,7 +221,6 @@ class ElasticExchanges(Exchanges):
         checksum = checksum if entering and is_member else self._checksum()
         self._pace.begin(now, met, behind=not is_member)
         self.log.append(Exchanged(now, made, islands, came, source, checksum, attempts, time.monotonic() - started))
-        self.alike_since |= dict.fromkeys(fragments, now)
         units = frozenset(unit for fragment in fragments for unit in self._units[fragment])
         return Ended(units, now, fetched=not is_member)
 
@@ -260,7 +261,7 @@ class ElasticExchanges(Exchanges):
     def _state_for(self, meeting: Quorum, step: int) -> bytes:
         """The state after an exchange, for islands that came to it."""
         fresh = any(comer.fresh for comer in meeting.comers)
-        return packed_state(self.parts, self.optimizer if fresh else None, step)
+        return packed_state(self.parts, self.optimizer if fresh else None, step, self.alike_since)
 
     def _checksum(self) -> int:
         """A number that two islands share exactly if they agree about all anchors and momenta."""
@@ -279,6 +280,7 @@ class ElasticExchanges(Exchanges):
         if not self._has_trained:
             self._has_trained = fetched.take_inner(self.optimizer)
         fetched.take_shared(self.parts)
+        self.alike_since = fetched.alike_since
         return fetched.step
 
 

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.errors import MismatchError
+from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Lane, Stage, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.lanes.lanes import Ticket
@@ -122,7 +122,7 @@ class Exchanges:
         group: Ranks that hold this rank's shares in the other islands.
 
     Attributes:
-        share: Share of training that is done, for plans whose ``every`` changes.
+        share: Share of training that is done; ``None`` before it is known, for plans whose ``every`` changes.
         pending: Exchanges that are under way, by fragment.
         alike_since: By fragment, updates made when all islands last held the same masters.
     """
@@ -134,7 +134,7 @@ class Exchanges:
         numbers = range(self._settings.fragments)
         self._units = [exchanged_units(sharded.plan, infos, fragment) for fragment in numbers]
         self._parts: list[list[PartState]] = []
-        self.share = 0.0
+        self.share: float | None = None if self._settings.schedule else 0.0
         self.pending: dict[int, Pending] = {}
         self.alike_since: dict[int, int] = {}
 
@@ -197,7 +197,16 @@ class Exchanges:
                 exchange.tickets += self._gather(state, fragment)
 
     def _due(self, step: int) -> tuple[int, ...]:
-        return due_fragments(self._sharded.plan, step, self.share)
+        return due_fragments(self._sharded.plan, step, self._known_share())
+
+    def _known_share(self) -> float:
+        if self.share is None:
+            raise UsageError(
+                f"islands.schedule = {[list(pair) for pair in self._settings.schedule]} needs to know how far training "
+                "is: call thinwire.progress(model, share) before each step, with the share of training that is done, "
+                "0 to 1"
+            )
+        return self.share
 
     def _states(self, fragment: int) -> list[PartState]:
         sharded = self._sharded

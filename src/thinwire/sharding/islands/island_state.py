@@ -16,8 +16,11 @@ from thinwire.sharding.islands.transfer import pack, unpack
 Parts = Sequence[Sequence[PartState]]
 
 
-_ABOUT: Final[Typed[tuple[int, dict[str, float | int]]]] = Typed(tuple[int, dict[str, float | int]])
-"""What is not a tensor in a state: updates made, and the state of the inner optimizer that is a plain number."""
+_About = tuple[int, dict[int, int], dict[str, float | int]]
+
+_ABOUT: Final[Typed[_About]] = Typed(_About)
+"""What is not a tensor in a state: updates made, those at which fragments were last alike, and the state of the inner
+optimizer that is a plain number."""
 
 
 def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
@@ -34,13 +37,14 @@ def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int) -> bytes:
+def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int, alike_since: Mapping[int, int]) -> bytes:
     """The state of this rank as a message.
 
     Args:
         parts: State of each fragment's vectors.
         optimizer: The inner optimizer; ``None`` leaves its state out.
         step: Updates made.
+        alike_since: By fragment, updates made when all islands last held the same masters.
     """
     tensors, numbers = shared_state(parts), {}
     for key, value in _inner_state(optimizer).items():
@@ -48,7 +52,7 @@ def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int) -> b
             tensors[key] = value
         else:
             numbers[key] = value
-    return pack(tensors, _ABOUT.encode((step, numbers)))
+    return pack(tensors, _ABOUT.encode((step, dict(alike_since), numbers)))
 
 
 class Fetched:
@@ -60,6 +64,7 @@ class Fetched:
 
     Attributes:
         step: Updates made.
+        alike_since: By fragment, updates made when all islands last held the same masters.
 
     Raises:
         CollectiveError: It is no state, or one of another model.
@@ -67,7 +72,7 @@ class Fetched:
 
     def __init__(self, message: bytes, parts: Parts) -> None:
         self._tensors, about = unpack(message)
-        self.step, self._numbers = _ABOUT.decode(about)
+        self.step, self.alike_since, self._numbers = _ABOUT.decode(about)
         _check_alike(shared_state(parts), self._tensors)
 
     def take_shared(self, parts: Parts) -> None:

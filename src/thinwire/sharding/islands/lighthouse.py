@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from thinwire.agreement import Typed
+from thinwire.collectives.links.gloo import address_of_interface
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.extras import require
 from thinwire.sharding.islands.quorum import Expected, Participant, Quorum, sort_out
@@ -30,6 +31,8 @@ _CONNECTING = datetime.timedelta(seconds=3)
 
 _PAUSE = 0.2
 """Seconds between two attempts to reach a lighthouse that does not answer."""
+
+_LAST_PORT: Final = 65535
 
 _SAID: Final[Typed[Participant]] = Typed(Participant)
 
@@ -149,26 +152,33 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         UsageError: It is not of this form.
     """
-    host, _, port = address.removeprefix("http://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"lighthouse = {address!r} is no address: expected HOST:PORT, as `thinwire lighthouse` prints")
-    return host.strip("[]"), int(port)
+    host, _, port = str(address).removeprefix("http://").rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    has_port = port.isascii() and port.isdecimal() and 1 <= int(port) <= _LAST_PORT
+    if not bare or not has_port or (bare == host and ":" in host):
+        raise UsageError(
+            f"lighthouse = {address!r} is no address: expected HOST:PORT, as `thinwire lighthouse` prints, with a port "
+            f"from 1 to {_LAST_PORT} and an IPv6 address in brackets"
+        )
+    return bare, int(port)
 
 
 def own_address(lighthouse: str) -> str:
-    """The address of this host on the way to the lighthouse, at which other islands reach it.
+    """The address of this host at which other islands reach it: that of the interface which ``GLOO_SOCKET_IFNAME``
+    names, or the one on the way to the lighthouse.
 
     Raises:
-        UsageError: There is no way to the lighthouse's host.
+        UsageError: There is no way to the lighthouse's host, or the interface has no address of its kind.
     """
     host, port = split_address(lighthouse)
     try:
         kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
+            address = str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:  # the latter of names that no host can have
         raise UsageError(f"lighthouse = {lighthouse!r}: there is no way to this host ({error})") from error
+    return address_of_interface(6 if kind == socket.AF_INET6 else 4) or address
 
 
 def _said(data: Mapping[Any, Any] | None) -> Participant:

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from zlib_ng import zlib_ng
 
-from thinwire.agreement import Typed
+from thinwire.agreement import NOTHING, Typed
+from thinwire.collectives.gateway.keys import NOT_FOR_ISLANDS
 from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.job.current import job
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.sharding.islands.lighthouse import Lighthouse, own_address
 from thinwire.sharding.islands.peers import PeerAxis, host_store, meet_peers
@@ -54,14 +56,16 @@ class OtherIslands:
     ) -> None:
         assert plan.islands is not None
         self._settings, self._ranks, self._device, self._meter = plan.islands, ranks, device, meter
+        self._everywhere(lambda: _check(island, self._settings.count), NOTHING)
         name = ranks.all_gather_typed(f"{island:05d}-{uuid.uuid4().hex}", _TEXT)[0]
         self._lighthouse: Lighthouse | None = None
         self._store: tuple[dist.Store | None, str] = None, ""
         self._axis: PeerAxis | None = None
+        self._address = ""
         self._server: StateServer | None = None
         self._connected: tuple[str, tuple[str, ...]] = "", ()
         try:
-            states = self._everywhere(lambda: self._open(lighthouse, name, island), _TEXT)
+            states = self._everywhere(lambda: self._open(lighthouse, name), _TEXT)
         except BaseException:
             self.close()
             raise
@@ -69,16 +73,13 @@ class OtherIslands:
             name, island, 0, False, False, 0, plan.fingerprint(), self._store[1], tuple(states), 0.0, ""
         )
 
-    def _open(self, lighthouse: str, name: str, island: int) -> str:
+    def _open(self, lighthouse: str, name: str) -> str:
         """Serve this rank's state; the first rank also reaches out for the other islands."""
-        count = self._settings.count
-        if not 0 <= island < count:
-            raise UsageError(f"island = {island}: the plan has islands.count = {count}; valid are 0 to {count - 1}")
-        host = own_address(lighthouse)
+        self._address = own_address(lighthouse)
         if self._ranks.rank == 0:
             self._lighthouse = Lighthouse(lighthouse, name)
-            self._store = host_store(host)
-        self._server = StateServer(host, self._settings.timeout)
+            self._store = host_store(self._address)
+        self._server = StateServer(self._address, self._settings.timeout)
         return self._server.address
 
     def meet(self, own: Participant, expected: Expected, deadline: float) -> Quorum:
@@ -144,6 +145,7 @@ class OtherIslands:
                 names.index(self.own.name),
                 len(names),
                 self._settings.timeout,
+                self._address,
                 self._device,
                 self._meter,
             )
@@ -222,3 +224,15 @@ class OtherIslands:
             return CollectiveError(next(iter(problems.values())))
 
         return self._ranks.agree(action, first, typed, raises_own=True)
+
+
+def _check(island: int, count: int) -> None:
+    """Refuse a number that no island has, and keys, which protect the connections of one job.
+
+    Raises:
+        UsageError: One of them was given.
+    """
+    if not isinstance(island, int) or isinstance(island, bool) or not 0 <= island < count:
+        raise UsageError(f"island = {island!r}: the plan has islands.count = {count}; valid are 0 to {count - 1}")
+    if job.has_keys:
+        raise UsageError(NOT_FOR_ISLANDS)

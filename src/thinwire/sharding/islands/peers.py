@@ -85,7 +85,7 @@ def host_store(address: str) -> tuple[dist.Store, str]:
 
 
 def meet_peers(
-    store: str, name: str, index: int, size: int, timeout: float, device: torch.device, meter: Meter
+    store: str, name: str, index: int, size: int, timeout: float, address: str, device: torch.device, meter: Meter
 ) -> PeerAxis:
     """Connect the ranks of the same position in all members' jobs; all of them call this.
 
@@ -95,6 +95,7 @@ def meet_peers(
         index: Index of this rank's island among the members.
         size: Number of members.
         timeout: Seconds until an operation fails.
+        address: Of this host, at which the other members reach it.
         device: Device of the tensors.
         meter: Counts the bytes.
 
@@ -107,5 +108,5 @@ def meet_peers(
     patience = datetime.timedelta(seconds=timeout)
     shared = dist.TCPStore(host, int(port), is_master=False, timeout=patience, wait_for_workers=False)
     part = dist.PrefixStore(f"thinwire/islands/{name}", shared)
-    links = connect(Membership(name, tuple(range(size)), index, part, patience, device), None)
+    links = connect(Membership(name, tuple(range(size)), index, part, patience, device), None, address)
     return PeerAxis(links, index, size, meter)

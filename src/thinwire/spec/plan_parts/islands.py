@@ -45,7 +45,9 @@ class Islands(Feedback):
     count: Count = Field(description="islands, beside the mesh: each has all ranks of mesh, tp and pp")
     every: Count = Field(default=32, description="inner steps from one exchange of a parameter to the next (H)")
     schedule: tuple[Annotated[tuple[Share, Count], BeforeValidator(_pair)], ...] = Field(
-        default=(), description="other values of every, each from a share of training on: `[[0.5, 64], [0.8, 128]]`"
+        default=(),
+        description="other values of every, each from a share of training on: `[[0.5, 64], [0.8, 128]]`; your own loop "
+        "reports the share by `tw.progress`",
     )
     fragments: Count = Field(
         default=1, description="parts of the model that are exchanged at different steps; units are dealt out in turns"

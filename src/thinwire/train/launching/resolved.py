@@ -6,9 +6,11 @@ Only :func:`resolve_run` reads the plan file. Ranks get what it returns, and rea
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Self
 
+from thinwire.collectives.gateway.keys import KEYS, NOT_FOR_ISLANDS
 from thinwire.errors import SpecError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
@@ -81,8 +83,11 @@ def resolve_run(
 
 
 def _check_island(recipe: Recipe, plan: Plan) -> None:
-    """Refuse an elastic island that knows neither its number nor the others, and a number that has no use."""
+    """Refuse an elastic island that knows neither its number nor the others, or has keys, and a number that has no
+    use."""
     cluster = recipe.cluster
+    if plan.is_elastic and (cluster.keys or os.environ.get(KEYS)):
+        raise SpecError("cluster", NOT_FOR_ISLANDS)
     given = {"island": cluster.island, "lighthouse": cluster.lighthouse}
     if plan.is_elastic and None in given.values():
         missing = " and ".join(name for name, value in given.items() if value is None)
