@@ -151,7 +151,7 @@ def test_progress_goes_on_whatever_steps_are_logged(log_every: int, capsys: pyte
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr("thinwire.train.observing.progress.Console", lambda **_: terminal)
+    monkeypatch.setattr("thinwire.train.observing.progress.run_console", lambda **_: terminal)
     with ProgressReport(10, 4, "stdout") as progress:
         progress.step(record(5))
         progress.note("note")
