@@ -128,6 +128,9 @@ REASONS: Final[dict[str, str]] = {
     "sharding/optimizer/share_update.py: ShareUpdate._as_needed: self.reducer.join() -> self.reducer": (
         "the norm of all gradients has been measured, and measuring waits for them"
     ),
+    "sharding/runtime/runtime.py: Runtime.reach_pause: self.join() -> self": (
+        "what units grow is memory of its own, and whoever reads parameters or gradients under way waits for them"
+    ),
     "sharding/runtime/runtime.py: Runtime.zero_grad: self.reducer.join() -> self.reducer": (
         "it marks gradients as empty; whoever writes them next waits (Reducer.begin)"
     ),

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 from unittest import mock
 
+from tests.edges import test_autograd as autograd
 from tests.intercept import test_streams as intercept
 from tests.intercept import test_works as works
 from tests.sharding.islands import test_inside as islands
@@ -79,6 +80,10 @@ CASES: Final[dict[str, list[Case]]] = {
         *((streams.test_a_save_in_the_background_writes_what_has_arrived, (name, Path, "never")) for name in _SAVED),
         *_SAVED_EXCHANGES,
     ],
+    "sharding/grads/reducer.py": [
+        *_STEPS,
+        (autograd.test_gradients_that_come_again_before_their_reduction_has_begun, ()),
+    ],
     "sharding/islands/": [*_EXCHANGES, *_SAVED_EXCHANGES],
     "sharding/runtime/averaging.py": [
         (averaging.test_streams_wait_for_the_average, ("zero1", {"residence": {"optimizer": "host-stream"}}))
@@ -89,6 +94,7 @@ CASES: Final[dict[str, list[Case]]] = {
     "sharding/lanes/": [
         (streams.test_a_drained_worker_has_nothing_left_to_do, ()),
         (streams.test_who_waits_for_the_last_hop_releases_the_memory_of_all, ()),
+        (residence.test_a_dropped_model_gives_its_memory_of_the_host_back, ()),
         *_STEPS,
     ],
     "sharding/": [*_STEPS, (norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],

@@ -152,6 +152,14 @@ def test_a_rank_that_waits_does_not_wear_out_the_store() -> None:
         assert 1 <= pool.run(reports_while_waiting)[0] <= 10
 
 
+def test_a_closed_roll_call_has_no_thread() -> None:
+    calls = RollCall(lambda: None, dist.HashStore)
+    calls.watch()
+    (thread,) = (each for each in threading.enumerate() if each is calls._thread)
+    calls.close()
+    assert not thread.is_alive()
+
+
 def test_autograds_thread_computes_and_lanes_do_not() -> None:
     """On a GPU, hooks run on a thread that torch has started, and their exchanges hold up computation."""
     calls = RollCall(lambda: None, dist.HashStore)

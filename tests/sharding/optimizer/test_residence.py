@@ -468,12 +468,16 @@ def test_a_forward_before_the_update_is_found() -> None:
 
 
 def test_a_dropped_model_gives_its_memory_of_the_host_back() -> None:
-    """It is unlocked before it is freed, though the job goes on."""
-    locked = []
+    """It is unlocked before it is freed, though the job goes on, and once the device copies nothing there."""
+    locked, copying = [], []
 
-    def pin(_: object, memory: torch.Tensor) -> Any:
+    def pin(streams: SimulatedStreams, memory: torch.Tensor) -> Any:
+        def unlock() -> None:
+            copying.extend(s.name for s in streams.all if s.clock.get(s.number, 0) > streams.host.get(s.number, 0))
+            locked.remove(memory.data_ptr())
+
         locked.append(memory.data_ptr())
-        return lambda: locked.remove(memory.data_ptr())
+        return unlock
 
     with check_streams("never"), mock.patch.object(SimulatedStreams, "pin", pin):
         plan = tw.Plan.preset(
@@ -489,3 +493,4 @@ def test_a_dropped_model_gives_its_memory_of_the_host_back() -> None:
         gc.collect()
     assert alive() is None
     assert not locked
+    assert not copying

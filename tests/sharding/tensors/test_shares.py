@@ -244,15 +244,17 @@ def swap(model: nn.Module) -> None:
 
 @on_ranks(4)
 def test_a_sum_that_a_rank_joins_late_arrives() -> None:
-    """A sum that one rank joins late."""
+    """Sums, of a parameter and of a row of it, that one rank joins late."""
     model = tw.shard(build(Stack), plan("zero3"))
     parameter = next(model.parameters())
     wanted = 4 * parameter.detach().full_tensor()
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
-    work = dist.all_reduce(parameter.data, async_op=True)
-    assert work is not None
-    work.wait()
+    wanted[0] *= 4
+    for part in (parameter.data, parameter.data[0]):
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        work = dist.all_reduce(part, async_op=True)
+        assert work is not None
+        work.wait()
     assert torch.equal(parameter.detach().full_tensor(), wanted)
 
 
