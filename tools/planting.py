@@ -81,8 +81,8 @@ CASES: Final[dict[str, list[Case]]] = {
         *_SAVED_EXCHANGES,
     ],
     "sharding/grads/reducer.py": [
-        *_STEPS,
         (autograd.test_gradients_that_come_again_before_their_reduction_has_begun, ()),
+        *_STEPS,
     ],
     "sharding/islands/": [*_EXCHANGES, *_SAVED_EXCHANGES],
     "sharding/runtime/averaging.py": [
