@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +11,11 @@ import torch
 from tests.support.training.parity import build, loss_of
 
 import thinwire as tw
-from thinwire.collectives import group
 from thinwire.collectives.job.current import job
 from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.quorum import Participant, Quorum
-
-
-@pytest.fixture(autouse=True)
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("RANK", raising=False)
-    group.init("gloo")
-    yield
-    group.shutdown()
 
 
 def sharded(**islands: Any) -> torch.nn.Module:
@@ -79,9 +70,10 @@ def test_a_number_that_no_island_has_is_refused(island: Any) -> None:
 
 def test_keys_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They protect one job: states and connections of islands would travel in the open."""
+    model = sharded()
     monkeypatch.setattr(job, "has_keys", True)
     with pytest.raises(UsageError, match=r"cluster.keys or THINWIRE_KEYS with islands.elastic = true: .* use a VPN"):
-        tw.enter_islands(sharded(), None, island=0, lighthouse="127.0.0.1:9")
+        tw.enter_islands(model, None, island=0, lighthouse="127.0.0.1:9")
 
 
 def test_a_schedule_needs_progress() -> None:

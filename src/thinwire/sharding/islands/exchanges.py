@@ -10,12 +10,12 @@ import torch
 
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.errors import MismatchError, UsageError
+from thinwire.errors import MismatchError
 from thinwire.program import Axis, Lane, Stage, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.sharded_model import ShardedModel, unknown_progress
 
 
 class Ended(NamedTuple):
@@ -201,11 +201,7 @@ class Exchanges:
 
     def _known_share(self) -> float:
         if self.share is None:
-            raise UsageError(
-                f"islands.schedule = {[list(pair) for pair in self._settings.schedule]} needs to know how far training "
-                "is: call thinwire.progress(model, share) before each step, with the share of training that is done, "
-                "0 to 1"
-            )
+            raise unknown_progress(f"islands.schedule = {[list(pair) for pair in self._settings.schedule]}")
         return self.share
 
     def _states(self, fragment: int) -> list[PartState]:

@@ -22,7 +22,7 @@ from thinwire.sharding.lanes.recorder import Mark
 from thinwire.sharding.params.param_group import State, Unit, start_gathers
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.schedule import Schedule
-from thinwire.sharding.step.sharded_model import ShardedModel
+from thinwire.sharding.step.sharded_model import ShardedModel, unknown_progress
 from thinwire.sharding.step.step_check import StepCheck
 
 _MOST_TAKEN: Final = 1 << 17
@@ -433,10 +433,7 @@ class Passes:
 
     def _begin(self) -> None:
         if self.encodes_gradients is None:
-            raise UsageError(
-                f"wire.compress_until = {self._plan.wire.compress_until} needs to know how far training is: call "
-                "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
-            )
+            raise unknown_progress(f"wire.compress_until = {self._plan.wire.compress_until}")
         self.state.before = self.state.present
         self.state.enter(Pass.BACKWARD)
         self.state.had_backward = True

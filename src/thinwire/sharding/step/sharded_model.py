@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.collectives.group import Meter
 from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment, own_fragments
 from thinwire.sharding.grads.unit_gradient import UnitGradient
@@ -75,3 +76,11 @@ class ShardedModel:
         """The pieces of parameters that this rank updates."""
         shard = self.axes[Axis.PARAMS, Lane.REDUCE].index
         return own_fragments(self.units, self.gradients, shard, self.axes[Axis.SHARD, Lane.REDUCE].index)
+
+
+def unknown_progress(setting: str) -> UsageError:
+    """The error of a step under a plan with this setting, whose user has not reported how far training is."""
+    return UsageError(
+        f"{setting} needs to know how far training is: call thinwire.progress(model, share) before each step, with the "
+        "share of training that is done, 0 to 1"
+    )
