@@ -73,7 +73,7 @@ def report(options: ReportOptions) -> None:
         written = _write(options.out or (runs[0].path / "report" if len(runs) == 1 else Path("report")), subjects)
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
-        console.print(rich_table(final_sheet(numbers)))
+        console.print(rich_table(final_sheet(numbers)), crop=False)
         say(console, *_missing(subjects, options.profile), *_culprits(subjects))
         say(console, f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory")
         if options.as_json:

@@ -10,6 +10,9 @@ from rich.table import Table
 
 from thinwire.units import format_bytes, format_duration
 
+_WHOLE = 12
+"""Characters up to which a narrow terminal breaks no word and no number with its unit."""
+
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
 
@@ -44,10 +47,18 @@ def prediction_sheet(comparison: RunComparison, title: str) -> Sheet:
 
 
 def rich_table(sheet: Sheet) -> Table:
-    """A table for a terminal; rows that end in "missed" or "red" are red."""
-    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False)
-    for index, name in enumerate(sheet.columns):
-        table.add_column(name, justify="left" if index < sheet.words else "right", no_wrap=True)
+    """A table for a terminal; rows that end in "missed" or "red" are red.
+
+    Where the terminal is narrow, words go on in the next line. Numbers stay whole.
+    """
+    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, (name, *cells) in enumerate(zip(sheet.columns, *sheet.rows, strict=True)):
+        parts = [part for text in (name, *cells) for part in text.split(" ")]
+        if index < sheet.words:
+            table.add_column(name, overflow="fold", min_width=min(max(map(len, parts)), _WHOLE))
+        else:
+            whole = [cell for cell in cells if len(cell) <= _WHOLE]
+            table.add_column(name, justify="right", min_width=max(map(len, [*parts, *whole])))
     for index, row in enumerate(sheet.rows):
         style = "dim" if index in sheet.faint else None
         table.add_row(*row, style="red" if row[-1] in {"missed", "red"} else style)

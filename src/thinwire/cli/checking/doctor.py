@@ -124,7 +124,7 @@ def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -
         console.print('these GPUs multiply no bfloat16; "float16" is fast, and scales the loss')
     table = Table(box=None, pad_edge=False)
     for name in ("check", "found", "verdict", "needed for"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for check in checks:
         verdict = Text(check.verdict, style=_STYLES[check.verdict])
         table.add_row(check.name, check.found, verdict, check.needed_for)

@@ -109,5 +109,5 @@ def _show(table: KernelTable, out: Path) -> None:
         )
     console = wide_console()
     title = f"Kernels of {table.device} in {table.dtype}"
-    console.print(rich_table(Sheet(title, ["kernel", "shape", "median", "quartiles", "GFLOP/s"], 2, cells)))
+    console.print(rich_table(Sheet(title, ["kernel", "shape", "median", "quartiles", "GFLOP/s"], 2, cells)), crop=False)
     console.print(f"wrote {out}; thinwire plan --set cluster.kernels={out} plans with it")

@@ -120,7 +120,7 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 
     console = wide_console(as_json=as_json)
     for sheet in _sheets(measured):
-        console.print(rich_table(sheet), "")
+        console.print(rich_table(sheet), "", crop=False)
     console.print(f"wrote {out}: {len(measured.collectives)} rows of collectives")
     if plot is not None:
         draw_bandwidth(measured, plot)

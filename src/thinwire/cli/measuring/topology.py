@@ -158,7 +158,7 @@ def _show(named: _NamedLeaves, options: TopologyOptions) -> None:
     console = wide_console(as_json=options.as_json)
     out, leaves = options.out, named.leaves()
     rows = [[leaf, str(len(names)), " ".join(names)] for leaf, names in leaves.items()]
-    console.print(rich_table(Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows)))
+    console.print(rich_table(Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows)), crop=False)
     console.print(named.sentence())
     contrast = named.found.contrast
     if contrast is not None:

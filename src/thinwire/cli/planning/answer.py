@@ -49,7 +49,7 @@ def give(answer: Answer, console: Console, *, as_json: bool) -> None:
     from thinwire.report import Sheet, rich_table
 
     for part in answer.shown:
-        console.print(rich_table(part) if isinstance(part, Sheet) else part)
+        console.print(rich_table(part) if isinstance(part, Sheet) else part, crop=False)
     for file in answer.files:
         with writing(file.option, file.path):
             file.write(file.path)

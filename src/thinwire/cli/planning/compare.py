@@ -24,7 +24,7 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
     comparison = planner.compare(run, measured)
     console = wide_console(as_json=as_json)
     title = f"Predicted and measured, median of {comparison.steps} steps"
-    console.print(rich_table(prediction_sheet(comparison, title)))
+    console.print(rich_table(prediction_sheet(comparison, title)), crop=False)
     if refit is not None:
         fitted = planner.refit(run, measured)
         fitted.profile.write(refit)

@@ -82,7 +82,7 @@ def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
     estimates.sort(key=lambda estimate: estimate.memory.total)
     console = wide_console(as_json=options.as_json)
     console.print(_introduction(options, model, cluster))
-    console.print(rich_table(_sheet(estimates, cluster)))
+    console.print(rich_table(_sheet(estimates, cluster)), crop=False)
     if options.as_json:
         print(json.dumps(_to_json(estimates, model, cluster)))
 

@@ -328,7 +328,7 @@ def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None
         ]
         for answer, spread in zip(answers, uneven, strict=True)
     ]  # fmt: skip
-    wide_console().print("", rich_table(Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows)))
+    wide_console().print("", rich_table(Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows)), crop=False)
 
 
 def _show(answers: Sequence[Answer]) -> None:
@@ -349,4 +349,4 @@ def _show(answers: Sequence[Answer]) -> None:
                 format_bytes(answer.memory.total), "extrapolated" if answer.extrapolated else "",
             ]
         )  # fmt: skip
-    wide_console().print(rich_table(Sheet("Simulated steps", columns, 5, rows)))
+    wide_console().print(rich_table(Sheet("Simulated steps", columns, 5, rows)), crop=False)

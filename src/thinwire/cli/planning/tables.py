@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,69 +53,50 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
 def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
     from thinwire.report import Sheet
 
-    with_price = job.cluster.price_per_gpu_hour is not None
-    with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
-    columns = [
-        "",
-        *(["tp x pp"] if with_cut else []),
-        "P",
-        "G",
-        "OS",
-        "secondary",
-        "codecs",
-        "batch",
-        "step s",
-        "waiting s",
-        "MFU",
-        "TGS",
-        "GiB",
-    ]
-    columns += ["per 10^9 tokens"] if with_price else []
+    cells = [_cells(job, number, row) for number, row in enumerate(rows, start=1)]
+    columns = [name for name in cells[0] if any(row[name] for row in cells)]
     return Sheet(
         "Plans, best first (MFU: attention counted in full)",
-        [*columns, ""],
-        8 if with_cut else 7,
-        [
-            _cells(job, number, row, with_price=with_price, with_cut=with_cut)
-            for number, row in enumerate(rows, start=1)
-        ],
+        [_UNNAMED.get(name, name) for name in columns],
+        columns.index("step s"),
+        [[row[name] for name in columns] for row in cells],
     )
 
 
-def _cells(job: TrainingJob, number: int, row: PricedPlan, *, with_price: bool, with_cut: bool) -> list[str]:
-    chosen = row.plan
-    batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
-    axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
-    axes |= {"ep": row.axes.experts, "cp": row.axes.context}
-    waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
-    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
+_UNNAMED = {"rank": "", "fits": ""}
+
+
+def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:
+    """The cells of a plan by column; a column without any is not shown."""
+    chosen, price = row.plan, job.cluster.price_per_gpu_hour
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.pipeline_schedule == 'interleaved' else ''}"
-    cells = [
-        f"{number} {row.label or ''}".strip(),
-        *([cut] if with_cut else []),
-        str(chosen.params),
-        str(chosen.grads),
-        str(chosen.optimizer),
-        str(chosen.secondary or "-"),
-        _codecs(row),
-        batch,
-        f"{row.seconds:.3f}",
-        shown or "-",
-        f"{row.mfu(job):.1%}",
-        f"{row.tokens_per_gpu_second(job):,.0f}",
-        f"{row.memory.total / 2**30:.1f}" + (f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""),
-    ]
-    if with_price:
-        cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
-    return [*cells, "" if row.fits else "does not fit"]
+    waiting = sum(row.simulated.exposed.values()) + sum(astuple(row.axes))
+    return {
+        "rank": f"{number} {row.label or ''}".strip(),
+        "tp x pp": cut if chosen.ranks > chosen.data_ranks else "",
+        "P": str(chosen.params),
+        "G": str(chosen.grads),
+        "OS": str(chosen.optimizer),
+        "codecs": _codecs(row),
+        "batch": f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        "step s": f"{row.seconds:.3f}",
+        "waiting s": f"{waiting:.3f}",
+        "MFU": f"{row.mfu(job):.1%}",
+        "TGS": f"{row.tokens_per_gpu_second(job):,.0f}",
+        "GiB": f"{row.memory.total / 2**30:.1f}" + (f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""),
+        "per 10^9 tokens": "" if price is None else f"{row.cost_per_billion_tokens(job):,.0f}",
+        "fits": "" if row.fits else "does not fit",
+    }
 
 
 def _codecs(row: PricedPlan) -> str:
+    """The secondary copy of a plan and its codecs, in words."""
+    secondary = {} if row.plan.secondary is None else {"secondary": row.plan.secondary}
     short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "scatter": "scatter"}
     short |= {"spread": "spread", "tp": "tp", "pp": "pp"}
     codecs = row.plan.wire.codecs()
     used = {name: codecs[key] for key, name in short.items() if key in codecs and not codecs[key].is_none}
-    return " ".join(f"{name} {codec}" for name, codec in used.items()) or "-"
+    return " ".join(f"{name} {value}" for name, value in {**secondary, **used}.items()) or "-"
 
 
 def search_line(searched: Searched, tie: float) -> str:
