@@ -70,6 +70,7 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:
     """The cells of a plan by column; a column without any is not shown."""
     chosen, price = row.plan, job.cluster.price_per_gpu_hour
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.pipeline_schedule == 'interleaved' else ''}"
+    host = f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""
     waiting = sum(row.simulated.exposed.values()) + sum(astuple(row.axes))
     return {
         "rank": f"{number} {row.label or ''}".strip(),
@@ -83,7 +84,7 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:
         "waiting s": f"{waiting:.3f}",
         "MFU": f"{row.mfu(job):.1%}",
         "TGS": f"{row.tokens_per_gpu_second(job):,.0f}",
-        "GiB": f"{row.memory.total / 2**30:.1f}" + (f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""),
+        "GiB": f"{row.memory.total / 2**30:.1f}{host}",
         "per 10^9 tokens": "" if price is None else f"{row.cost_per_billion_tokens(job):,.0f}",
         "fits": "" if row.fits else "does not fit",
     }
