@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from thinwire.cost.units import units as units_of
-from thinwire.program import Axis, BufferInfo, Event, Lane, Phase, UnitInfo, lower
+from thinwire.program import Axis, BufferInfo, Event, HostLane, Kind, Lane, Phase, UnitInfo, lower
 from thinwire.spec import ModelSpec, Plan
 
 BLOCKS = 4
@@ -131,3 +132,44 @@ def test_a_bucket_starts_once_its_gradients_are_reduced_over_params() -> None:
     assert scatters
     for operation in scatters:
         assert [begun[index] for index in operation.after] == [operation.start]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "amsp-30b"])
+def test_gradients_on_the_host_travel_once_a_micro_batch_after_their_own_reductions(preset: str) -> None:
+    """They come up for the next micro-batch, which adds to them, and for the update."""
+    micro_batches, on_host = 3, {"residence": {"optimizer": "host-stream", "gradients": "host"}}
+    units = modules_of_blocks()
+    program = lower(Plan.preset(preset, nodes=2, local=2, **on_host), units, micro_batches=micro_batches)
+    copies = [
+        operation
+        for operation in program.operations
+        if operation.kind is Kind.COPY and operation.start.phase is not Phase.STEP and operation.lane in tuple(HostLane)
+    ]
+    for lane, times in ((HostLane.UP, micro_batches - 1), (HostLane.DOWN, micro_batches)):
+        travelled = Counter(
+            (operation.units, operation.start.micro_batch) for operation in copies if operation.lane is lane
+        )
+        assert len(travelled) == times * len(units)
+        assert set(travelled.values()) == {1}
+    reductions = [operation for operation in program.operations if operation.lane is Lane.REDUCE]
+    for copy in (operation for operation in copies if operation.lane is HostLane.DOWN):
+        ended = {index for index in copy.after if copy.units[0] in program.operations[index].units}
+        assert ended == set(copy.after)
+        assert ended == {
+            reduction.index
+            for reduction in reductions
+            if copy.units[0] in reduction.units and reduction.start.micro_batch == copy.start.micro_batch
+        }
+
+
+def test_a_unit_that_is_used_again_soon_stays_gathered_between_its_forward_and_its_backward() -> None:
+    units, plan = modules_of_blocks(), Plan.preset("zero3", nodes=2, local=2, granularity="module")
+
+    def gathers(reuse_bytes: int) -> list[int]:
+        program = lower(plan.with_(reuse_bytes=reuse_bytes), units)
+        return sorted(unit for op in program.operations if op.lane is Lane.GATHER for unit in op.units)
+
+    each = list(range(len(units)))
+    assert gathers(0) == sorted([*each, *each[:-1]]), "the backward of the last module follows its forward"
+    assert gathers(2 * units[0].nbytes) == sorted([*each, *each[:-2]])
+    assert gathers(2 * len(units) * units[0].nbytes) == each

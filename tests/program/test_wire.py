@@ -94,6 +94,20 @@ def test_what_makes_up_for_losses_goes_with_the_codec() -> None:
     assert spreads_difference(plan.with_(compute_dtype="float32"))
 
 
+@pytest.mark.parametrize(
+    ("name", "wire", "idle"),
+    [
+        ("zero3", {"reduce_inter": "int4:256"}, ""),
+        ("zero3", {"reduce_intra": "int4:256"}, "does not reach reductions that go on to other nodes"),
+        ("zero1", {"reduce_inter": "int4:256", "scatter": "mpc"}, "has nothing to feed back: wire.scatter = 'mpc'"),
+    ],
+)
+def test_what_error_feedback_does_not_reach_is_said(name: str, wire: dict[str, str], idle: str) -> None:
+    said = [line for line in lines(name, wire={**wire, "error_feedback": True}) if "error_feedback" in line]
+    assert len(said) == bool(idle)
+    assert all(idle in line for line in said)
+
+
 @pytest.mark.parametrize("codec", ["mpc", "exp3"])
 def test_lossless_codecs_encode_sums_as_they_would_travel_without(codec: str) -> None:
     plan = Plan.preset("zero1-node", nodes=3, local=2, wire=dict.fromkeys(KINDS, codec))

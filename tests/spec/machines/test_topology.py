@@ -142,6 +142,14 @@ def test_nodes_of_a_leaf_become_neighbours() -> None:
     assert crossing < given
 
 
+def test_nodes_of_a_leaf_stand_at_the_same_place_of_every_block_if_most_bytes_travel_between_blocks() -> None:
+    narrow = {"scatter": "int4:256", "spread": "int4:256"}
+    asked = Plan.preset("zero1", nodes=4, local=2, optimizer="2x2", wire=narrow)
+    order, crossing, given = least_crossing(asked, [("x",), ("x",), ("y",), ("y",)])
+    assert order == (0, 2, 1, 3)
+    assert crossing < 0.6 * given
+
+
 def test_an_order_that_is_as_good_as_any_is_kept() -> None:
     for leaves in ("xxyy", "xxxx", "xyzw"):
         order, crossing, given = least_crossing(plan(4, optimizer=2), [(leaf,) for leaf in leaves])
