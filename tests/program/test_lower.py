@@ -10,6 +10,7 @@ import pytest
 
 from thinwire.cost.units import units as units_of
 from thinwire.program import Axis, BufferInfo, Event, HostLane, Kind, Lane, Phase, UnitInfo, lower
+from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
 BLOCKS = 4
@@ -134,12 +135,14 @@ def test_a_bucket_starts_once_its_gradients_are_reduced_over_params() -> None:
         assert [begun[index] for index in operation.after] == [operation.start]
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3", "amsp-30b"])
-def test_gradients_on_the_host_travel_once_a_micro_batch_after_their_own_reductions(preset: str) -> None:
-    """They come up for the next micro-batch, which adds to them, and for the update."""
+@pytest.mark.parametrize(("preset", "shares"), [("zero1", 4), ("zero3", 1), ("amsp-30b", 2)])
+def test_gradients_on_the_host_travel_once_a_micro_batch_after_their_own_reductions(preset: str, shares: int) -> None:
+    """They come up for the next micro-batch, which adds to them, and for the update. Micro-batches before the last one
+    add to a shard of G, which has ``shares`` shares of OS."""
     micro_batches, on_host = 3, {"residence": {"optimizer": "host-stream", "gradients": "host"}}
-    units = modules_of_blocks()
-    program = lower(Plan.preset(preset, nodes=2, local=2, **on_host), units, micro_batches=micro_batches)
+    units = [replace(unit, buffers=(BufferInfo(64, 2, True, (16,) * shares),)) for unit in modules_of_blocks()]
+    plan = Plan.preset(preset, nodes=2, local=2, optimizer="2x2", **on_host)
+    program = lower(plan, units, micro_batches=micro_batches)
     copies = [
         operation
         for operation in program.operations
@@ -151,6 +154,10 @@ def test_gradients_on_the_host_travel_once_a_micro_batch_after_their_own_reducti
         )
         assert len(travelled) == times * len(units)
         assert set(travelled.values()) == {1}
+    share = 16 * ITEMSIZE[plan.accumulate_dtype]
+    for copy in copies:
+        last = copy.lane is HostLane.DOWN and copy.start.micro_batch == micro_batches - 1
+        assert copy.size == (share if last else shares * share)
     reductions = [operation for operation in program.operations if operation.lane is Lane.REDUCE]
     for copy in (operation for operation in copies if operation.lane is HostLane.DOWN):
         ended = {index for index in copy.after if copy.units[0] in program.operations[index].units}
