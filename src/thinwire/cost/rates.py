@@ -97,12 +97,8 @@ class Rates(ABC):
         """Seconds of encoding and decoding."""
 
     @abstractmethod
-    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Seconds of the forward of one part on one micro-batch."""
-
-    @abstractmethod
-    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Seconds of the backward of one part on one micro-batch, without recomputation."""
+    def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of one part on one micro-batch, without recomputation."""
 
     @abstractmethod
     def update(self, numel: int) -> float:
@@ -276,13 +272,10 @@ class NominalRates(Rates):
             / self._memory
         )
 
-    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """The kernels of the part, each by its shape."""
-        return self._kernels.forward(part, plan.micro_batch, seq)
-
-    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Likewise; a matrix has two products, of other shapes than in the forward."""
-        return self._kernels.backward(part, plan.micro_batch, seq)
+    def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
+        """The kernels of the part, each by its shape; in the backward, a matrix has two products, of other shapes than
+        in the forward."""
+        return self._kernels.computing(part, plan.micro_batch, seq)
 
     def update(self, numel: int) -> float:
         """As measured; bound by memory bandwidth if it was not."""

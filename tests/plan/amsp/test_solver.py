@@ -55,7 +55,7 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
         )  # fmt: skip
         cut = job.parts(plan)
         sums = AmspSums(cut, LibraryCollectives(job.cluster), job.mesh, micro_batches)
-        forward = sum(job.rates.forward(part, plan, job.seq) for part in cut if part.kind == "block")
+        forward = sum(job.rates.computing(part, plan, job.seq)[0] for part in cut if part.kind == "block")
         needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
         times = sums.times((params, grads, optimizer))
         recomputing = micro_batches * forward if again else 0.0
