@@ -164,8 +164,7 @@ def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:
     numel = model.parameters
     # Replicas do not matter: a rank holds what it would in one group.
     group = plan.with_(mesh=plan.optimizer, params=plan.params, grads=plan.grads)
-    elements = plan.bucket_bytes // 2
-    zero = ZeroSettings(reduce_bucket=elements, live=1_000_000_000, prefetch=elements)
+    zero = ZeroSettings(reduce_bucket=plan.bucket_bytes // 2)
     system = _formula(framework, plan)
     on_gloo = job.loss_chunk != GPU_LOSS_CHUNK
     needed = peer_memory(
