@@ -421,9 +421,7 @@ def test_other_keys_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "missing"),
-    [({"model": None}, "--model"), ({"steps": None}, "--steps")],
-    ids=["model", "steps"],
+    ("needs", "missing"), [({"model": None}, "--model"), ({"steps": None}, "--steps")], ids=["model", "steps"]
 )
 def test_a_recipe_needs_what_the_source_does_not_contain(needs: dict[str, Any], missing: str) -> None:
     with pytest.raises(UsageError, match=missing):

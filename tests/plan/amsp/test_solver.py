@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.cost import (
-    AMSP_STATES,
-    LibraryCollectives,
-    NominalRates,
-    largest_share,
-    memory,
-    parts,
-    units,
-)
+from thinwire.cost import AMSP_STATES, LibraryCollectives, NominalRates, largest_share, memory, parts, units
 from thinwire.errors import SpecError
 from thinwire.plan import AmspPlan, AmspSums, TrainingJob, amsp_search
 from thinwire.plan.rules import Chain, chain_ends

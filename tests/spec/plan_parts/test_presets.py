@@ -94,16 +94,8 @@ def test_codecs_of_the_compressed_presets() -> None:
         return {key: str(codec) for key, codec in wire.codecs().items() if not codec.is_none}
 
     assert codecs("zeropp") == {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256"}
-    assert codecs("zeropp-8bit") == {
-        "gather": "int8:256",
-        "reduce_intra": "int8:256",
-        "reduce_inter": "int8:256",
-    }
-    assert codecs("thinwire") == {
-        "reduce_intra": "int8:256",
-        "reduce_inter": "int4:256",
-        "spread": "int8:256",
-    }
+    assert codecs("zeropp-8bit") == {"gather": "int8:256", "reduce_intra": "int8:256", "reduce_inter": "int8:256"}
+    assert codecs("thinwire") == {"reduce_intra": "int8:256", "reduce_inter": "int4:256", "spread": "int8:256"}
     ours = Plan.preset("thinwire", nodes=2, local=2).wire
     assert ours.error_feedback
     assert ours.spread_difference
@@ -129,10 +121,7 @@ def test_the_group_of_other_presets() -> None:
     [
         ({"name": "zero9"}, "there is no preset 'zero9'; valid are ddp, zero1,"),
         ({"name": {"zero3": 1}}, "there is no preset {'zero3': 1}; valid are ddp, zero1,"),
-        (
-            {"name": "zero3", "group": "2x1"},
-            "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,",
-        ),
+        ({"name": "zero3", "group": "2x1"}, "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,"),
         ({"name": "mics", "group": "3"}, "group = '3' should be a Factor"),
         ({"name": "hpz", "group": 8}, "group = 8 should be a Factor"),
         ({"name": "mics", "group": "3x1"}, "should divide mesh = 8x4"),
