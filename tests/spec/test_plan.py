@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from thinwire.errors import SpecError
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 
-
-def factor(text: str) -> Factor:
-    fields = Factor.from_text(text)
-    assert fields is not None
-    return Factor.parse(fields)
+factor = Factor.model_validate
 
 
 def plan(mesh: str, params: str, grads: str, optimizer: str, **rest: Any) -> Plan:
-    return Plan(mesh=factor(mesh), params=factor(params), grads=factor(grads), optimizer=factor(optimizer), **rest)
+    return Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
 
 
 def test_factor_arithmetic() -> None:
@@ -119,9 +115,8 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
     ],
 )
 def test_each_broken_rule_is_one_sentence(factors: tuple[str, ...], rest: dict[str, Any], problem: str) -> None:
-    mesh, params, grads, optimizer = factors
     with pytest.raises(SpecError) as caught:
-        Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
+        plan(*factors, **rest)
     assert any(problem in reported for reported in caught.value.problems), str(caught.value)
 
 

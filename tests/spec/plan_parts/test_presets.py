@@ -16,12 +16,6 @@ MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 8), (6, 4)
 """Nodes, and ranks of a node."""
 
 
-def factor(text: str) -> Factor:
-    fields = Factor.from_text(text)
-    assert fields is not None
-    return Factor.parse(fields)
-
-
 @pytest.mark.parametrize("name", Plan.preset_names())
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_every_preset_is_valid_on_every_mesh(name: str, nodes: int, local: int) -> None:
@@ -58,7 +52,7 @@ def test_presets_on_four_nodes_of_eight(
 ) -> None:
     preset = Plan.preset(name, nodes=4, local=8)
     assert (str(preset.params), str(preset.grads), str(preset.optimizer)) == (params, grads, optimizer)
-    assert preset.secondary == (factor(secondary) if secondary else None)
+    assert preset.secondary == (Factor.model_validate(secondary) if secondary else None)
 
 
 def test_the_table_above_names_every_preset() -> None:
