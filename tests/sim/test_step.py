@@ -96,7 +96,7 @@ def test_clipping_is_a_barrier() -> None:
     assert clipped.seconds >= free.seconds
     assert clipped.computing == pytest.approx(free.computing)
     assert clipped.busy[Resource.ACROSS] - free.busy[Resource.ACROSS] == pytest.approx(20e-6, rel=0.01)
-    lanes = (lane_work(plan, workload(plan, clip=clip), rates, micro_batches=1) for clip in (False, True))
+    lanes = (lane_work(plan, workload(plan, clip=clip), rates) for clip in (False, True))
     without, with_norm = (lane[Lane.CONTROL].transfer for lane in lanes)
     assert with_norm > without + 20e-6
 
