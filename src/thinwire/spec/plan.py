@@ -20,11 +20,10 @@ from thinwire.spec import io
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan_parts.chain import chain_problems, divisors, fill_problem, groups, on_mesh
-from thinwire.spec.plan_parts.frozen import Frozen
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.plan_parts.policy import HybridPolicy
 from thinwire.spec.plan_parts.presets import PRESETS, engine_fields, preset_fields
-from thinwire.spec.plan_parts.residence import Residence
+from thinwire.spec.plan_parts.residence import Frozen, Residence
 from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
 from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
 from thinwire.spec.renames import PLAN_KEYS, without_residence
