@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -292,15 +292,8 @@ def amsp_job(measured: Profile) -> TrainingJob:
 
 def amsp_sums(measured: Profile) -> dict[tuple[Factor, Factor, Factor], tuple[float, ...]]:
     """Seconds of params, grads, sync and spread, by the plan's factors."""
-    return {
-        (row.plan.params, row.plan.grads, row.plan.optimizer): (
-            row.times.params,
-            row.times.grads,
-            row.times.sync,
-            row.times.spread,
-        )
-        for row in amsp_search(amsp_job(measured))
-    }
+    rows = amsp_search(amsp_job(measured))
+    return {(row.plan.params, row.plan.grads, row.plan.optimizer): astuple(row.times) for row in rows}
 
 
 def slowed(measured: Profile, factor: float) -> Profile:

@@ -114,22 +114,6 @@ def test_a_bad_configuration_is_one_sentence(tmp_path: Path, name: str, changes:
         ModelSpec.named(str(file))
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"experts": 1}, "a mixture needs at least 2"),
-        ({"active_experts": 2}, "active_experts = 2 needs experts"),
-        ({"kind": "gpt", "experts": 4}, 'experts = 4 with kind = "gpt"'),
-        ({"shared_ffn": 8}, "shared_ffn = 8 needs experts"),
-        ({"experts": 4, "dense_layers": 2}, "dense_layers = 2 leaves no block"),
-        ({"heads": 7}, "heads = 7 should divide hidden = 64, or set head_dim"),
-    ],
-)
-def test_shapes_that_contradict_themselves_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SpecError, match=sentence):
-        ModelSpec.parse({"layers": 2, "hidden": 64, "heads": 4, "vocab": 100, **changes})
-
-
 @pytest.mark.slow
 def test_the_planner_answers_for_a_mixture_of_experts() -> None:
     command = ["plan", "--model", str(CONFIGS / "mixtral-8x7b.json"), "--cluster", "h100-80g:16x8", "--seq", "4096"]
