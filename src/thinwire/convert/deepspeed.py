@@ -175,11 +175,11 @@ _PARALLEL: Final[Rules] = {
     "sequence_parallel_size": off("there is no sequence parallelism of its own", "use tp", harmless=(1, None)),
     "pipeline": {
         "stages": _stages,
-        "partition": because("it applies to pipeline stages"),
-        "seed_layers": because("it applies to pipeline stages"),
         "activation_checkpoint_interval": _recompute,
-        "pipe_partitioned": because("it applies to pipeline stages"),
-        "grad_partitioned": because("it applies to pipeline stages"),
+        **dict.fromkeys(
+            ("partition", "seed_layers", "pipe_partitioned", "grad_partitioned"),
+            because("it applies to pipeline stages"),
+        ),
     },
 }
 
@@ -225,12 +225,10 @@ DEEPSPEED_RULES: Final[Rules] = {
     "data_efficiency": off("samples keep their order and length", "prepare the data beforehand"),
     "aio": _OFFLOAD_FILES,
     "checkpoint": {
-        "tag_validation": _CHECKPOINTS,
-        "load_universal": _CHECKPOINTS,
         "use_node_local_storage": off("all nodes write to one directory", "name one that all nodes see"),
-        "parallel_write": _CHECKPOINTS,
-        "checkpoint_serialization": _CHECKPOINTS,
-        "writer": _CHECKPOINTS,
+        **dict.fromkeys(
+            ("tag_validation", "load_universal", "parallel_write", "checkpoint_serialization", "writer"), _CHECKPOINTS
+        ),
     },
     "datastates_ckpt": _CHECKPOINTS,
     "weight_quantization": off("it applies to inference", "leave it out", harmless=(None, {})),
