@@ -127,11 +127,9 @@ class ProfiledRates(Rates):
         neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
         outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
         self.transfers_extrapolated |= outside or self._collectives.substituted
-        seconds = neighbour.line.seconds(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
-        return (
-            seconds if neighbour.ranks == ranks else seconds * max(1.0, math.log2(ranks) / math.log2(neighbour.ranks))
-        )
+        rounds = 1.0 if neighbour.ranks == ranks else math.log2(ranks) / math.log2(neighbour.ranks)
+        return neighbour.line.seconds(sent) * max(1.0, rounds)
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""

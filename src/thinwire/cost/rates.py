@@ -251,10 +251,8 @@ class NominalRates(Rates):
         if scope is Scope.INSIDE:
             way, share = self._cluster.links.inside, self._efficiency.inside
         else:
-            way, share = (
-                hop_route(self._fabric, kind, ranks, stride),
-                self._efficiency.nic / self._cluster.gpus_per_node,
-            )
+            way = hop_route(self._fabric, kind, ranks, stride)
+            share = self._efficiency.nic / self._cluster.gpus_per_node
         return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
@@ -264,13 +262,10 @@ class NominalRates(Rates):
     def codec(self, work: Work) -> float:
         """At its declared speed, if another package adds the codec. Built-in codecs are bound by memory: they read and
         write values and messages once each."""
+        values = work.encoded + work.decoded
         if work.codec.plugin is not None:
-            return declared_seconds(work.codec, work.dtype, work.encoded + work.decoded)
-        return (
-            (work.encoded + work.decoded)
-            * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype))
-            / self._memory
-        )
+            return declared_seconds(work.codec, work.dtype, values)
+        return values * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype)) / self._memory
 
     def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
         """The kernels of the part, each by its shape; in the backward, a matrix has two products, of other shapes than

@@ -284,7 +284,7 @@ def _collectives(job: TrainingJob, *, contention: bool) -> CollectiveTimes:
         return LibraryCollectives(job.cluster, contention=contention)
     if not contention:
         problem = "False has no price in a profile, which measures all groups at once; plan without --profile"
-        raise SpecError("contention", [problem])
+        raise SpecError("contention", problem)
     return ProfiledCollectives(job.rates)
 
 
