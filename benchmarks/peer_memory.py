@@ -54,8 +54,10 @@ SHAPES = {
 
 TINY = {"vocab": 64, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 64, "seq": 16}
 STEPS = 3
-ZERO = ZeroSettings(reduce_bucket=5_000_000, live=15_000_000, prefetch=7_000_000)
+ZERO = ZeroSettings(reduce_bucket=5_000_000, live=15_000_000)
 """DeepSpeed's own defaults never free the parameters of a model of this size, and its bucket would hold all of it."""
+
+PREFETCHED = 7_000_000
 
 M_MMAP_THRESHOLD = -3
 
@@ -235,8 +237,8 @@ def _deepspeed(model: Any, case: Case) -> Step:
         "reduce_bucket_size": ZERO.reduce_bucket,
         "allgather_bucket_size": ZERO.reduce_bucket,
         "stage3_max_live_parameters": ZERO.live,
-        "stage3_max_reuse_distance": ZERO.prefetch,
-        "stage3_prefetch_bucket_size": ZERO.prefetch,
+        "stage3_max_reuse_distance": PREFETCHED,
+        "stage3_prefetch_bucket_size": PREFETCHED,
         "stage3_param_persistence_threshold": 10_000,
     }
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

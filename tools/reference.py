@@ -29,11 +29,10 @@ from thinwire.spec.machines.cluster import ClusterSpec, Links
 from thinwire.spec.machines.nodes import Failures, Link, NodeGroup, Spot
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, UnitOverride, Wire
-from thinwire.spec.plan_parts.frozen import Frozen
 from thinwire.spec.plan_parts.islands import Islands, OuterOptimizer
 from thinwire.spec.plan_parts.policy import POLICIES
 from thinwire.spec.plan_parts.presets import PRESETS
-from thinwire.spec.plan_parts.residence import Residence
+from thinwire.spec.plan_parts.residence import Frozen, Residence
 from thinwire.spec.recipe import (
     AverageRecipe,
     CheckpointRecipe,

@@ -171,11 +171,7 @@ def test_buckets_are_bytes_of_the_dtype_on_the_wire() -> None:
 def test_overlap_prefetch_and_live_parameters_can_be_switched_off() -> None:
     keys = {"overlap_comm": False, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     plan = convert(**zero(3, **keys)).plan()
-    overlap = plan.overlap
-    assert not (overlap.gather)
-    assert not (overlap.reduce)
-    assert not (overlap.sync)
-    assert not (overlap.spread)
+    assert not any(getattr(plan.overlap, lane) for lane in ("gather", "reduce", "sync", "spread"))
     assert (plan.prefetch, plan.kept_unit) == (0, "none")
     assert convert(**zero(3, overlap_comm=True)).plan() == convert(**zero(3)).plan()
 
@@ -421,9 +417,7 @@ def test_other_keys_arrive() -> None:
 
 
 @pytest.mark.parametrize(
-    ("needs", "missing"),
-    [({"model": None}, "--model"), ({"steps": None}, "--steps")],
-    ids=["model", "steps"],
+    ("needs", "missing"), [({"model": None}, "--model"), ({"steps": None}, "--steps")], ids=["model", "steps"]
 )
 def test_a_recipe_needs_what_the_source_does_not_contain(needs: dict[str, Any], missing: str) -> None:
     with pytest.raises(UsageError, match=missing):

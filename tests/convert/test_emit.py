@@ -16,6 +16,7 @@ from thinwire.cli.main import app
 from thinwire.convert import from_deepspeed, from_fsdp2
 from thinwire.convert.emit import FRAMEWORKS, Emitted, deepspeed_table, emitted_text
 from thinwire.cost import NominalRates
+from thinwire.errors import UsageError
 from thinwire.plan import TrainingJob, nearest
 from thinwire.plan.peers import configurations, predicted
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -107,18 +108,8 @@ def test_megatron_is_told_of_sequence_parallelism() -> None:
 def test_the_command_writes_the_file_and_says_what_it_loses(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     words = ["plan", "--model", "llama-7b", "--cluster", "a100-80g:2x8", "--seq", "2048"]
-    words += [
-        "--set",
-        "cluster.links.nic.bandwidth=25gbit",
-        "--tokens-per-step",
-        "128k",
-        "--micro-batch",
-        "1",
-        "--recompute",
-        "off",
-        "--top",
-        "1",
-    ]
+    words += ["--set", "cluster.links.nic.bandwidth=25gbit", "--tokens-per-step", "128k"]
+    words += ["--micro-batch", "1", "--recompute", "off", "--top", "1"]
     outcome = CliRunner().invoke(app, [*words, "--emit", "deepspeed", "--emit-to", str(path), "--json"])
     assert outcome.exit_code == 0, outcome.output
     result = json.loads(outcome.stdout)
@@ -131,8 +122,6 @@ def test_the_command_writes_the_file_and_says_what_it_loses(tmp_path: Path) -> N
 
 
 def test_what_does_not_fit_is_one_sentence() -> None:
-    from thinwire.errors import UsageError
-
     small = job(memory="8GiB")
     with pytest.raises(UsageError, match="no configuration of it fits; the smallest"):
         nearest(small, "hsdp", Plan.preset("thinwire", nodes=4, local=8))

@@ -25,24 +25,26 @@ def blocks(name: str) -> ModelPart:
 def share(name: str, tokens: int, seq: int) -> float:
     """Share of the peak that a block's matrix products and attention reach in the forward."""
     part = blocks(name)
-    return part.forward_flops(tokens, seq) / PEAK / kernels().forward(part, tokens // seq, seq)
+    return part.forward_flops(tokens, seq) / PEAK / kernels().computing(part, tokens // seq, seq)[0]
 
 
 def test_a_large_product_reaches_the_share_of_the_peak() -> None:
     part = ModelPart("m", "block", 1, (), matrices=((1 << 16, 1 << 16),))
-    assert kernels().forward(part, 1, 1 << 16) == pytest.approx(2 * 2**48 / (0.85 * PEAK), rel=0.01)
-    assert kernels().backward(part, 1, 1 << 16) == pytest.approx(2 * kernels().forward(part, 1, 1 << 16), rel=0.01)
+    assert kernels().computing(part, 1, 1 << 16)[0] == pytest.approx(2 * 2**48 / (0.85 * PEAK), rel=0.01)
+    assert kernels().computing(part, 1, 1 << 16)[1] == pytest.approx(
+        2 * kernels().computing(part, 1, 1 << 16)[0], rel=0.01
+    )
 
 
 def test_a_product_of_few_tokens_takes_as_long_as_reading_the_matrix() -> None:
     part = ModelPart("m", "block", 1, (), matrices=((8192, 8192),))
-    assert kernels().forward(part, 1, 1) >= 2 * 8192**2 / MEMORY
+    assert kernels().computing(part, 1, 1)[0] >= 2 * 8192**2 / MEMORY
 
 
 def test_a_part_without_matrices_is_bound_by_memory() -> None:
     norm = ModelPart("n", "rest", 1, (), whole_values=2 * 4096)
-    assert kernels().forward(norm, 2, 512) == pytest.approx(1024 * 2 * 4096 * 2 / MEMORY)
-    assert kernels(passes=3.0).forward(norm, 2, 512) == pytest.approx(3 * kernels().forward(norm, 2, 512))
+    assert kernels().computing(norm, 2, 512)[0] == pytest.approx(1024 * 2 * 4096 * 2 / MEMORY)
+    assert kernels(passes=3.0).computing(norm, 2, 512)[0] == pytest.approx(3 * kernels().computing(norm, 2, 512)[0])
 
 
 def test_the_share_of_the_peak_grows_with_width_and_tokens() -> None:
@@ -55,12 +57,12 @@ def test_the_share_of_the_peak_grows_with_width_and_tokens() -> None:
 def test_scores_pass_through_memory_unless_attention_is_fused() -> None:
     part = blocks("gpt-18b")
     fused, unfused = kernels(), kernels(attention=None)
-    growth = [kernel.forward(part, 1, 4096) / kernel.forward(part, 4, 1024) for kernel in (fused, unfused)]
+    growth = [kernel.computing(part, 1, 4096)[0] / kernel.computing(part, 4, 1024)[0] for kernel in (fused, unfused)]
     assert 1 < growth[0] < growth[1]
 
 
 def test_a_part_of_modules_takes_as_long_as_its_modules() -> None:
     model = ModelSpec.preset("llama-7b")
     modules = [part for part in parts(model, "module") if part.block == 1 and part.kind == "block"]
-    whole = kernels().backward(blocks("llama-7b"), 1, 2048)
-    assert whole == pytest.approx(sum(kernels().backward(part, 1, 2048) for part in modules))
+    whole = kernels().computing(blocks("llama-7b"), 1, 2048)[1]
+    assert whole == pytest.approx(sum(kernels().computing(part, 1, 2048)[1] for part in modules))

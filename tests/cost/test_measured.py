@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def test_other_frameworks_compute_without_the_runtime_and_make_their_own_calls()
     known = rates(compute=[row.with_(plain=0.5) for row in profile().compute], library=[row])
     others = ProfiledRates(known.profile.of_others(), MODEL, "bfloat16")
     block, plan = parts(MODEL, "block")[1], Plan.preset("zero3", nodes=2, local=2)
-    assert known.backward(block, plan, 32) == pytest.approx(2 * others.backward(block, plan, 32))
+    assert known.computing(block, plan, 32)[1] == pytest.approx(2 * others.computing(block, plan, 32)[1])
     library = MeasuredLibrary(known)
     assert library.seconds(Kind.REDUCE_SCATTER, 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(0.5)
     # Calls that were not measured follow from hops; gloo reduces whole vectors.
@@ -124,7 +124,7 @@ def test_other_groups_codecs_and_models_are_scaled_and_marked_as_extrapolated() 
     larger = MODEL.with_(hidden=128, ffn=512)
     block = next(part for part in parts(larger, "block") if part.kind == "block")
     plan = Plan.preset("ddp", nodes=2, local=2)
-    assert ProfiledRates(profile(), larger, "bfloat16").forward(block, plan, 32) > 3 * 2e-3
+    assert ProfiledRates(profile(), larger, "bfloat16").computing(block, plan, 32)[0] > 3 * 2e-3
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
@@ -135,11 +135,11 @@ def test_of_rows_of_one_width_the_nearest_counts_in_any_order(change: dict[str, 
     known = rates(compute=[*slow, *measured] if newest_first else [*measured, *slow])
     block = next(part for part in parts(MODEL, "block") if part.kind == "block")
     plan, seq = Plan.preset("zero3", nodes=2, local=2), change.get("seq", 32)
-    assert known.forward(block, plan, 32) == pytest.approx(2e-3)
+    assert known.computing(block, plan, 32)[0] == pytest.approx(2e-3)
     like = MODEL.with_(**{key: value for key, value in change.items() if key in ("ffn", "heads", "kv_heads")})
     near = plan.with_(micro_batch=change.get("micro_batch", 1))
     scale = block.forward_flops(near.micro_batch * seq, seq) / slow[0].flops
-    assert ProfiledRates(known.profile, like, "bfloat16").forward(block, near, seq) == pytest.approx(7.0 * scale)
+    assert ProfiledRates(known.profile, like, "bfloat16").computing(block, near, seq)[0] == pytest.approx(7.0 * scale)
 
 
 def test_another_dtype_was_not_measured_here() -> None:
@@ -292,15 +292,8 @@ def amsp_job(measured: Profile) -> TrainingJob:
 
 def amsp_sums(measured: Profile) -> dict[tuple[Factor, Factor, Factor], tuple[float, ...]]:
     """Seconds of params, grads, sync and spread, by the plan's factors."""
-    return {
-        (row.plan.params, row.plan.grads, row.plan.optimizer): (
-            row.times.params,
-            row.times.grads,
-            row.times.sync,
-            row.times.spread,
-        )
-        for row in amsp_search(amsp_job(measured))
-    }
+    rows = amsp_search(amsp_job(measured))
+    return {(row.plan.params, row.plan.grads, row.plan.optimizer): astuple(row.times) for row in rows}
 
 
 def slowed(measured: Profile, factor: float) -> Profile:

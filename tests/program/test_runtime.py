@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.training.parity import in_part, part_of
-from tests.support.training.program import (
-    TOGETHER,
-    Model,
-    follow_many,
-    train_step,
-)
+from tests.support.training.program import TOGETHER, Model, follow_many, train_step
 
 import thinwire as tw
 from thinwire.sharding.api import runtime

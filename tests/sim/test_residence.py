@@ -17,18 +17,20 @@ ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
 
 
 def seconds(preset: str, tokens: int, on_host: bool, **changes: Any) -> float:
-    plan = Plan.preset(preset, nodes=1, local=8, **(ON_HOST if on_host else {}))
-    fields = {"params": str(plan.params), "grads": str(plan.grads), "optimizer": str(plan.optimizer)}
-    case = {
-        "model": "llama-7b",
-        "gpu": "h100-80g",
-        "gpus": 8,
-        "seq": tokens,
-        "recompute": True,
-        "plan": {**fields, **(ON_HOST if on_host else {})},
-        **changes,
-    }
-    return answer(Case.parse(case)).simulated.seconds
+    return step_of(Plan.preset(preset, nodes=1, local=8, **(ON_HOST if on_host else {})), tokens, **changes)
+
+
+def step_of(plan: Plan, tokens: int, **changes: Any) -> float:
+    fields = {key: str(getattr(plan, key)) for key in ("params", "grads", "optimizer")}
+    fields |= {"residence": plan.residence.model_dump()}
+    case = {"model": "llama-7b", "gpu": "h100-80g", "gpus": 8, "seq": tokens, "recompute": True, "plan": fields}
+    return answer(Case.parse({**case, **changes})).simulated.seconds
+
+
+def both(preset: str, tokens: int, **residence: str) -> tuple[float, float]:
+    """Seconds of a step with everything on the device, and with something on the host."""
+    resident = Plan.preset(preset, nodes=1, local=8)
+    return step_of(resident, tokens), step_of(resident.with_(residence=residence), tokens)
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
@@ -37,10 +39,8 @@ def test_a_long_forward_hides_the_copies(preset: str) -> None:
 
 
 def test_a_long_forward_hides_updates_by_the_host() -> None:
-    on_host = {"residence": {"optimizer": "host-update"}}
-    plans = [Plan.preset("zero1", nodes=1, local=8, **fields) for fields in ({}, on_host)]
     for tokens, hidden in ((16384, True), (1024, False)):
-        resident, hosted = (step_of(plan, tokens) for plan in plans)
+        resident, hosted = both("zero1", tokens, optimizer="host-update")
         assert (hosted <= 1.03 * resident) is hidden
 
 
@@ -133,21 +133,10 @@ def test_the_host_keeps_what_the_device_no_longer_does(
 
 
 def test_gradients_of_one_micro_batch_hide_under_the_backward() -> None:
-    on_host = {"residence": {"gradients": "host"}}
-    plans = [Plan.preset("zero3", nodes=1, local=8, **fields) for fields in ({}, on_host)]
-    resident, hosted = (step_of(plan, 4096) for plan in plans)
+    resident, hosted = both("zero3", 4096, gradients="host")
     assert resident <= hosted <= 1.03 * resident
 
 
 def test_sharded_parameters_hide_on_their_way_up() -> None:
-    on_host = {"residence": {"params": "host"}}
-    plans = [Plan.preset("zero3", nodes=1, local=8, **fields) for fields in ({}, on_host)]
-    resident, hosted = (step_of(plan, 4096) for plan in plans)
+    resident, hosted = both("zero3", 4096, params="host")
     assert hosted <= 1.02 * resident
-
-
-def step_of(plan: Plan, tokens: int) -> float:
-    fields = {key: str(getattr(plan, key)) for key in ("params", "grads", "optimizer")}
-    fields |= {"residence": plan.residence.model_dump()}
-    case = {"model": "llama-7b", "gpu": "h100-80g", "gpus": 8, "seq": tokens, "recompute": True, "plan": fields}
-    return answer(Case.parse(case)).simulated.seconds

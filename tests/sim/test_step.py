@@ -52,9 +52,7 @@ def test_one_rank_only_computes() -> None:
     plan = Plan.preset("ddp", nodes=1, local=1)
     rates = NominalRates(CLUSTER, efficiency=FREE)
     step = simulate(plan, workload(plan), rates)
-    passes = sum(
-        rates.forward(part, plan, MODEL.seq) + rates.backward(part, plan, MODEL.seq) for part in workload(plan).parts
-    )
+    passes = sum(sum(rates.computing(part, plan, MODEL.seq)) for part in workload(plan).parts)
     # Causal attention is half of what the count of FLOPs has, and a narrow model's kernels are far from the peak.
     assert passes > 0.9 * MODEL.flops_per_token(causal=True) * MODEL.seq / (312e12 * FREE.compute)
     update = rates.update(sum(b.numel for unit in units(MODEL, plan) for b in unit.buffers))
@@ -98,7 +96,7 @@ def test_clipping_is_a_barrier() -> None:
     assert clipped.seconds >= free.seconds
     assert clipped.computing == pytest.approx(free.computing)
     assert clipped.busy[Resource.ACROSS] - free.busy[Resource.ACROSS] == pytest.approx(20e-6, rel=0.01)
-    lanes = (lane_work(plan, workload(plan, clip=clip), rates, micro_batches=1) for clip in (False, True))
+    lanes = (lane_work(plan, workload(plan, clip=clip), rates) for clip in (False, True))
     without, with_norm = (lane[Lane.CONTROL].transfer for lane in lanes)
     assert with_norm > without + 20e-6
 
@@ -115,7 +113,7 @@ def test_recomputation_costs_a_forward_of_the_blocks() -> None:
     rates = NominalRates(CLUSTER, efficiency=FREE)
     plain, again = preset("ddp"), preset("ddp", recompute=True)
     difference = simulate(again, workload(again), rates).computing - simulate(plain, workload(plain), rates).computing
-    blocks = sum(rates.forward(part, plain, MODEL.seq) for part in parts(MODEL, "block") if part.kind == "block")
+    blocks = sum(rates.computing(part, plain, MODEL.seq)[0] for part in parts(MODEL, "block") if part.kind == "block")
     assert difference == pytest.approx(blocks)
 
 
@@ -187,7 +185,7 @@ def test_a_reduction_starts_before_the_input_gradient(first: bool) -> None:
     sent = min(span.start for span in spans if span.track.startswith(f"{Lane.REDUCE} "))
     assert ("input" in head) is first
     assert sent == pytest.approx(head["backward"].end)
-    whole = NominalRates(CLUSTER, efficiency=FREE).backward(workload(plan).parts[-1], plan, MODEL.seq)
+    whole = NominalRates(CLUSTER, efficiency=FREE).computing(workload(plan).parts[-1], plan, MODEL.seq)[1]
     assert head["backward"].end - head["backward"].start == pytest.approx(whole / 2 if first else whole)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,23 +13,9 @@ from thinwire.spec import CodecSpec, Wire
 from thinwire.spec.codec import NOTATION
 
 VALID = [
-    "none",
-    "bf16",
-    "fp16",
-    "mpc",
-    "mpc:4",
-    "exp3",
-    "int8:256",
-    "int4:2048",
-    "int2:8",
-    "int6:tensor",
-    "int4:256,hadamard",
-    "int4:256,stochastic",
-    "int4:256,hadamard,stochastic",
-    "zfp:8",
-    "zfp:16",
-    "zfp:10.25",
-]
+    "none", "bf16", "fp16", "mpc", "mpc:4", "exp3", "int8:256", "int4:2048", "int2:8", "int6:tensor",
+    "int4:256,hadamard", "int4:256,stochastic", "int4:256,hadamard,stochastic", "zfp:8", "zfp:16", "zfp:10.25",
+]  # fmt: skip
 
 
 def block_codecs(blocks: st.SearchStrategy[int], options: tuple[str, ...]) -> st.SearchStrategy[str]:
@@ -59,13 +47,8 @@ def test_text_is_a_fixed_point(text: str) -> None:
     again = CodecSpec(str(codec))
     assert again == codec
     assert hash(again) == hash(codec)
-    assert (again.family, again.bits, again.block, again.rate, again.options) == (
-        codec.family,
-        codec.bits,
-        codec.block,
-        codec.rate,
-        codec.options,
-    )
+    parameters = attrgetter("family", "bits", "block", "rate", "options")
+    assert parameters(again) == parameters(codec)
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,7 @@ class Outer(Spec):
             yield Problem("label", f"= {self.label!r} should have at most inner.high = {self.inner.high} letters")
 
 
-SCALARS = st.one_of(
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
-    st.text(),
-)
+SCALARS = st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.text())
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(), SCALARS, max_size=3).map(Inline))
 TABLES = st.recursive(
     st.dictionaries(st.text(), VALUES, max_size=4),
@@ -91,14 +86,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_settings_take_toml_values_and_bare_words() -> None:
     data = {"train": {"steps": 5}, "name": "x"}
     changed = apply_settings(
-        data,
-        [
-            "train.steps=20",
-            "train.on=true",
-            "plan.wire.gather=int8:256",
-            "name = 'quoted'",
-            "plan.mesh={local=2}",
-        ],
+        data, ["train.steps=20", "train.on=true", "plan.wire.gather=int8:256", "name = 'quoted'", "plan.mesh={local=2}"]
     )
     assert changed == {
         "train": {"steps": 20, "on": True},

@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from thinwire.errors import SpecError
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 
-
-def factor(text: str) -> Factor:
-    fields = Factor.from_text(text)
-    assert fields is not None
-    return Factor.parse(fields)
+factor = Factor.model_validate
 
 
 def plan(mesh: str, params: str, grads: str, optimizer: str, **rest: Any) -> Plan:
-    return Plan(mesh=factor(mesh), params=factor(params), grads=factor(grads), optimizer=factor(optimizer), **rest)
+    return Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
 
 
 def test_factor_arithmetic() -> None:
@@ -69,16 +65,8 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
         # secondary
         (("4x2", "4x1", "4x1", "4x2"), {"secondary": "4x2"}, "secondary = 4x2 should divide params = 4x1"),
         (("4x4", "4x4", "4x4", "4x4"), {"secondary": "3x1"}, "secondary = 3x1 should divide params = 4x4"),
-        (
-            ("4x4", "4x4", "4x4", "4x4"),
-            {"secondary": "2x2"},
-            "secondary = 2x2 crosses 2 nodes without filling one",
-        ),
-        (
-            ("4x1", "4x1", "4x1", "4x1"),
-            {"secondary_reuse": True},
-            "secondary_reuse = true needs a secondary shard",
-        ),
+        (("4x4", "4x4", "4x4", "4x4"), {"secondary": "2x2"}, "secondary = 2x2 crosses 2 nodes without filling one"),
+        (("4x1", "4x1", "4x1", "4x1"), {"secondary_reuse": True}, "secondary_reuse = true needs a secondary shard"),
         # placement
         (
             ("2x2", "1x1", "1x1", "2x2"),
@@ -88,11 +76,7 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
         (("2x1", "1x1", "1x1", "1x1"), {"placement": [1, 1]}, "placement = [1, 1] should name each"),
         (("2x1", "1x1", "1x1", "1x1"), {"placement": [1, 2]}, "placement = [1, 2] should name each"),
         # pipeline
-        (
-            ("2x1", "1x1", "1x1", "1x1"),
-            {"schedule": "interleaved"},
-            "schedule = 'interleaved' needs pp of at least 2",
-        ),
+        (("2x1", "1x1", "1x1", "1x1"), {"schedule": "interleaved"}, "schedule = 'interleaved' needs pp of at least 2"),
         # overrides of units
         (("1x1",) * 4, {"units": [{"match": "*", "codec": "int8:8"}]}, "units.0.codec = 'int8:8': units travel with"),
         (("1x1",) * 4, {"units": [{"match": "*", "optimizer": "1x1"}]}, "units.0.optimizer = '1x1' is not a key"),
@@ -123,29 +107,16 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
         ),
         (("1x1",) * 4, {"residence": {"params": "cpu"}}, "residence.params = 'cpu': it should be 'device' or 'host'"),
         (("1x1",) * 4, {"wire": {"gather": "int9:1"}}, "wire.gather = 'int9:1' is not a codec"),
-        (
-            ("1x1",) * 4,
-            {"wire": {"schedule": 1.5}},
-            "wire.compress_until = 1.5: it should be less than or equal to 1",
-        ),
-        (
-            ("1x1",) * 4,
-            {"wire": "int8:256"},
-            "wire = 'int8:256' should be a table with the keys",
-        ),
+        (("1x1",) * 4, {"wire": {"schedule": 1.5}}, "wire.compress_until = 1.5: it should be less than or equal to 1"),
+        (("1x1",) * 4, {"wire": "int8:256"}, "wire = 'int8:256' should be a table with the keys"),
         (("1x1",) * 4, {"units": [{}]}, "units.0.match is missing"),
         (("1x1",) * 4, {"units": {"match": "*"}}, "units = {'match': '*'} should be a list of tables"),
-        (
-            ("1x1",) * 4,
-            {"optimiser": "1x1"},
-            "optimiser = '1x1' is not a key of Plan; did you mean optimizer?",
-        ),
+        (("1x1",) * 4, {"optimiser": "1x1"}, "optimiser = '1x1' is not a key of Plan; did you mean optimizer?"),
     ],
 )
 def test_each_broken_rule_is_one_sentence(factors: tuple[str, ...], rest: dict[str, Any], problem: str) -> None:
-    mesh, params, grads, optimizer = factors
     with pytest.raises(SpecError) as caught:
-        Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
+        plan(*factors, **rest)
     assert any(problem in reported for reported in caught.value.problems), str(caught.value)
 
 
@@ -194,12 +165,7 @@ def test_a_rule_is_skipped_when_a_field_it_needs_is_wrong() -> None:
 def test_missing_keys_say_what_they_are() -> None:
     with pytest.raises(SpecError) as caught:
         Plan.parse({})
-    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
-        "mesh",
-        "params",
-        "grads",
-        "optimizer",
-    ]
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == ["mesh", "params", "grads", "optimizer"]
     assert all("is missing: " in problem for problem in caught.value.problems)
 
 

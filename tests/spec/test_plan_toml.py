@@ -19,9 +19,7 @@ NAMES = st.text(min_size=1, max_size=12)
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     base = Plan.preset(
-        draw(st.sampled_from(Plan.preset_names())),
-        nodes=draw(st.integers(1, 6)),
-        local=draw(st.integers(1, 8)),
+        draw(st.sampled_from(Plan.preset_names())), nodes=draw(st.integers(1, 6)), local=draw(st.integers(1, 8))
     )
     codecs = {name: draw(CODEC) for name in Wire().codecs()}
     lossy = not all(CodecSpec(codecs[name]).is_lossless for name in ("reduce_intra", "reduce_inter"))

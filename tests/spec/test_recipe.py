@@ -15,13 +15,7 @@ from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.spec.template import PlanTemplate
-from thinwire.train.environment import (
-    Started,
-    device_kind,
-    rank_device,
-    resolve_mesh,
-    started,
-)
+from thinwire.train.environment import Started, device_kind, rank_device, resolve_mesh, started
 from thinwire.train.observing.measure import share_across
 
 BASE = """
@@ -92,14 +86,7 @@ def test_every_problem_at_once_with_suggestions(path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         Recipe.read(path, ["train.stepz=9", "train.seq=0", "optimizer.lr=fast", "model.heads=3", "colour=red"])
     text = str(caught.value)
-    for expected in (
-        "train.stepz",
-        "did you mean steps?",
-        "train.seq",
-        "optimizer.lr",
-        "model.heads",
-        "colour",
-    ):
+    for expected in ("train.stepz", "did you mean steps?", "train.seq", "optimizer.lr", "model.heads", "colour"):
         assert expected in text
     assert len(caught.value.problems) == 5
 
@@ -439,13 +426,7 @@ def test_steps_of_one_job_meet_at_places_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [
-        ("a", "a"),
-        ("a,b", "a"),
-        ("n[1,3]", "n1"),
-        ("n[03-05,9],m", "n03"),
-        ("rack-1-[2-3]", "rack-1-2"),
-    ],
+    [("a", "a"), ("a,b", "a"), ("n[1,3]", "n1"), ("n[03-05,9],m", "n03"), ("rack-1-[2-3]", "rack-1-2")],
 )
 def test_first_hosts(nodes: str, host: str) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": nodes}

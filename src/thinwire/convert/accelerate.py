@@ -63,18 +63,17 @@ def _strategy(value: Any, source: Source) -> Judgement:
     """FSDP1's strategies, which accelerate also accepts as ``fsdp_reshard_after_forward``."""
     ranks = source.ranks
     node = Factor(local=ranks.local)
-    names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    name = names[value - 1] if isinstance(value, int) and 1 <= value <= 5 else value
-    shardings = {
+    shardings = {  # by name, in the order of their numbers
         "FULL_SHARD": (ranks, ranks, ranks),
         "SHARD_GRAD_OP": (_ONE, ranks, ranks),
         "NO_SHARD": (_ONE, _ONE, _ONE),
         "HYBRID_SHARD": (node, node, node),
         "HYBRID_SHARD_ZERO2": (_ONE, node, node),
     }
+    name = [*shardings][value - 1] if isinstance(value, int) and 1 <= value <= 5 else value
     sharding = shardings.get(name) if isinstance(name, str) else None
     if sharding is None:
-        return refused(f"expected one of {', '.join(names)}")
+        return refused(f"expected one of {', '.join(shardings)}")
     return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
 
 

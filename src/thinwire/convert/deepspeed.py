@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from thinwire.convert.deepspeed_batch import BATCH_RULES
 from thinwire.convert.deepspeed_optimizer import OPTIMIZER_RULES, SCHEDULER_RULES
 from thinwire.convert.deepspeed_precision import PRECISION_RULES, compute_dtype
-from thinwire.convert.deepspeed_zero import ZERO_RULES, factors
+from thinwire.convert.deepspeed_zero import ZERO_RULES, data_parallel_mesh, factors
 from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
 from thinwire.convert.source import (
     Rules,
@@ -37,6 +36,31 @@ def from_deepspeed(table: Mapping[str, Any], ranks: Factor, what: str = "ds_conf
     return Conversion(what, ranks, base, judge(source, DEEPSPEED_RULES, _DEFAULTS))
 
 
+_TRAIN: Final = "train_batch_size"
+_MICRO: Final = "train_micro_batch_size_per_gpu"
+_STEPS: Final = "gradient_accumulation_steps"
+
+
+def _train_batch(value: int, source: Source) -> Judgement:
+    """The whole batch gives the size that is left out, as in DeepSpeed, where any two of three sizes give the third; it
+    has to divide evenly."""
+    given = (source.get(key) for key in (_MICRO, _STEPS))
+    micro, steps = (size if isinstance(size, int) and size > 0 else None for size in given)
+    world = data_parallel_mesh(source).ranks
+    product = world * (micro or 1) * (steps or 1)
+    if micro is not None and steps is not None:
+        if value != product:
+            return refused(
+                f"{_MICRO} = {micro}, {_STEPS} = {steps} and {world} data-parallel ranks make {product}; change "
+                "--nodes and --nproc, or one of the sizes"
+            )
+        return mapped(note=f"{micro} x {steps} on {world} ranks")
+    if value % product:
+        return refused(f"{value} is no multiple of {product}, the sequences that {world} ranks take at once")
+    rest = value // product
+    return mapped(plan={"micro_batches": rest} if micro is not None else {"micro_batch": rest})
+
+
 def _tensor_parallel(value: int, source: Source) -> Judgement:
     if value <= 1:
         return ignored("off")
@@ -57,6 +81,12 @@ def _recompute(value: Any, _source: Source) -> Judgement:
         return ignored("if the model calls deepspeed.checkpointing, set recompute = true in the plan")
     return mapped(plan={"recompute": True}, note="each block is recomputed from its input")
 
+
+_BATCH: Final[Rules] = {
+    _TRAIN: whole(at_least_1(_train_batch)),
+    _MICRO: whole(at_least_1(to_plan("micro_batch"))),
+    _STEPS: whole(at_least_1(to_plan("micro_batches"))),
+}
 
 _IN_METRICS: Final = because("metrics.jsonl records times, exposed communication, bytes and memory of every step")
 _RUN_DIRECTORY: Final = because("events and metrics are in the directory of the run")
@@ -145,11 +175,11 @@ _PARALLEL: Final[Rules] = {
     "sequence_parallel_size": off("there is no sequence parallelism of its own", "use tp", harmless=(1, None)),
     "pipeline": {
         "stages": _stages,
-        "partition": because("it applies to pipeline stages"),
-        "seed_layers": because("it applies to pipeline stages"),
         "activation_checkpoint_interval": _recompute,
-        "pipe_partitioned": because("it applies to pipeline stages"),
-        "grad_partitioned": because("it applies to pipeline stages"),
+        **dict.fromkeys(
+            ("partition", "seed_layers", "pipe_partitioned", "grad_partitioned"),
+            because("it applies to pipeline stages"),
+        ),
     },
 }
 
@@ -170,7 +200,7 @@ _DEFAULTS: Final[Mapping[str, Judgement]] = {
 }
 
 DEEPSPEED_RULES: Final[Rules] = {
-    **BATCH_RULES,
+    **_BATCH,
     **PRECISION_RULES,
     **_LOGGERS,
     **_REMOVED,
@@ -195,12 +225,10 @@ DEEPSPEED_RULES: Final[Rules] = {
     "data_efficiency": off("samples keep their order and length", "prepare the data beforehand"),
     "aio": _OFFLOAD_FILES,
     "checkpoint": {
-        "tag_validation": _CHECKPOINTS,
-        "load_universal": _CHECKPOINTS,
         "use_node_local_storage": off("all nodes write to one directory", "name one that all nodes see"),
-        "parallel_write": _CHECKPOINTS,
-        "checkpoint_serialization": _CHECKPOINTS,
-        "writer": _CHECKPOINTS,
+        **dict.fromkeys(
+            ("tag_validation", "load_universal", "parallel_write", "checkpoint_serialization", "writer"), _CHECKPOINTS
+        ),
     },
     "datastates_ckpt": _CHECKPOINTS,
     "weight_quantization": off("it applies to inference", "leave it out", harmless=(None, {})),

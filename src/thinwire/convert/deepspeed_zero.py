@@ -188,11 +188,25 @@ _OFFLOAD_OPTIMIZER: Final[Rules] = {
 
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
 _OWN_BUCKETS: Final = because("each unit, usually a block, is one gather")
-_PERSISTENCE: Final = _elements("persist_bytes", 'whole units stay; granularity = "module" makes norms units')
-_PREFETCH: Final = _unless_0({"prefetch": 0}, _prefetch)
-_NO_TOTAL: Final = because("persist_bytes has no limit in total; live_bytes limits all that is gathered")
 _STAGE_3: Final = because("an implementation detail of DeepSpeed's stage 3")
 _ANY_LOAD: Final = because("checkpoints load under any plan and any number of ranks")
+
+_OF_STAGE_3: Final[Rules] = {
+    "prefetch_bucket_size": _unless_0({"prefetch": 0}, _prefetch),
+    "param_persistence_threshold": whole(
+        _elements("persist_bytes", 'whole units stay; granularity = "module" makes norms units')
+    ),
+    "model_persistence_threshold": because(
+        "persist_bytes has no limit in total; live_bytes limits all that is gathered"
+    ),
+    "max_live_parameters": _live("live_bytes"),
+    "max_reuse_distance": _live("reuse_bytes"),
+    "gather_16bit_weights_on_model_save": _SAVED,
+    "module_granularity_threshold": because('granularity = "block" gathers whole blocks'),
+    "use_all_reduce_for_fetch_params": _STAGE_3,
+    "allgather_sequential": _OWN_BUCKETS,
+}
+"""Keys of stage 3 that have two names, with ``stage3_`` before them and without."""
 
 ZERO_RULES: Final[Rules] = {
     "stage": _stage,
@@ -217,25 +231,8 @@ ZERO_RULES: Final[Rules] = {
     "cpu_offload_param": switch(_PARAMS_ON_HOST),
     "cpu_offload_use_pin_memory": _LOCKED,
     "cpu_offload": switch(_optimizer_on_host),
-    "stage3_prefetch_bucket_size": _PREFETCH,
-    "prefetch_bucket_size": _PREFETCH,
-    "stage3_param_persistence_threshold": whole(_PERSISTENCE),
-    "param_persistence_threshold": whole(_PERSISTENCE),
-    "stage3_model_persistence_threshold": _NO_TOTAL,
-    "model_persistence_threshold": _NO_TOTAL,
-    "stage3_max_live_parameters": _live("live_bytes"),
-    "max_live_parameters": _live("live_bytes"),
-    "stage3_max_reuse_distance": _live("reuse_bytes"),
-    "max_reuse_distance": _live("reuse_bytes"),
-    "stage3_gather_16bit_weights_on_model_save": _SAVED,
-    "gather_16bit_weights_on_model_save": _SAVED,
+    **{f"{prefix}{key}": rule for key, rule in _OF_STAGE_3.items() for prefix in ("stage3_", "")},
     "stage3_gather_fp16_weights_on_model_save": _SAVED,
-    "stage3_module_granularity_threshold": because('granularity = "block" gathers whole blocks'),
-    "module_granularity_threshold": because('granularity = "block" gathers whole blocks'),
-    "stage3_use_all_reduce_for_fetch_params": _STAGE_3,
-    "use_all_reduce_for_fetch_params": _STAGE_3,
-    "stage3_allgather_sequential": _OWN_BUCKETS,
-    "allgather_sequential": _OWN_BUCKETS,
     "ignore_unused_parameters": because("unused parameters are allowed"),
     "legacy_stage1": because("there is one implementation of stage 1"),
     "round_robin_gradients": because("gradients go to the host unit by unit, where they live there"),

@@ -15,7 +15,7 @@ from thinwire.convert.outcome import Judgement, Row, ignored, mapped, refused, w
 from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
-from thinwire.spec.io import apply_settings, read_toml_file
+from thinwire.spec.io import apply_settings, read_text, read_toml_file
 from thinwire.units import is_number
 
 AUTO = "auto"
@@ -62,11 +62,7 @@ def read_source(path: str | Path) -> dict[str, Any]:
     place = Path(path)
     if place.suffix == ".toml":
         return read_toml_file(place)
-    try:
-        content = place.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise SpecError(str(path), f"cannot be read: {reason}") from error
+    content = read_text(path)
     table = read_yaml(content, str(path)) if place.suffix in {".yaml", ".yml"} else _json(content, str(path))
     if not isinstance(table, dict):
         raise SpecError(str(path), f"holds a {type(table).__name__}; expected a table of keys")

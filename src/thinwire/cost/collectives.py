@@ -125,9 +125,9 @@ class LibraryCollectives(CollectiveTimes):
         Each has the latency of its ring, but they share the links like an all-gather: a rank does not receive its own
         part.
         """
-        return owners * self.seconds(Kind.BROADCAST, 0, mesh, stride) + (
-            self.seconds(Kind.BROADCAST, size, mesh, stride) - self.seconds(Kind.BROADCAST, 0, mesh, stride)
-        ) * (1 - 1 / mesh.ranks if owners > 1 else 1)
+        latency = self.seconds(Kind.BROADCAST, 0, mesh, stride)
+        sending = self.seconds(Kind.BROADCAST, size, mesh, stride) - latency
+        return owners * latency + sending * (1 - 1 / mesh.ranks if owners > 1 else 1)
 
 
 def library_moves(

@@ -16,7 +16,6 @@ from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
 from thinwire.program.wire import Encoding, ReductionEncodings, shortening
 from thinwire.spec import CodecSpec, Factor
-from thinwire.spec.plan import cut_alike
 
 _NONE = CodecSpec()
 
@@ -116,7 +115,7 @@ class ProcessGroups(NamedTuple):
             between(one, secondary) if secondary else None,
             between(params, optimizer),
             between(optimizer, mesh),
-            cut_alike(grads, optimizer),
+            grads == optimizer,
         )
 
 

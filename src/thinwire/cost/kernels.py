@@ -45,17 +45,9 @@ class Kernels:
         self._fused = None if attention is None else peak * attention
         self._products = cache(self._matrix_products)
 
-    def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
-        """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
-        return self._both(part, sequences, seq)[0]
-
-    def backward(self, part: ModelPart, sequences: int, seq: int) -> float:
-        """Seconds of the backward."""
-        return self._both(part, sequences, seq)[1]
-
-    def _both(self, part: ModelPart, sequences: int, seq: int) -> tuple[float, float]:
-        """Seconds of both. In the backward, element-wise kernels read the gradient as well, which doubles what they
-        move."""
+    def computing(self, part: ModelPart, sequences: int, seq: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of ``sequences`` sequences of ``seq`` tokens. In the backward,
+        element-wise kernels read the gradient as well, which doubles what they move."""
         tokens = sequences * seq
         between = self.elementwise(tokens * (part.split_values + part.whole_values))
         attention = (

@@ -127,11 +127,9 @@ class ProfiledRates(Rates):
         neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
         outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
         self.transfers_extrapolated |= outside or self._collectives.substituted
-        seconds = neighbour.line.seconds(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
-        return (
-            seconds if neighbour.ranks == ranks else seconds * max(1.0, math.log2(ranks) / math.log2(neighbour.ranks))
-        )
+        rounds = 1.0 if neighbour.ranks == ranks else math.log2(ranks) / math.log2(neighbour.ranks)
+        return neighbour.line.seconds(sent) * max(1.0, rounds)
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
@@ -170,14 +168,6 @@ class ProfiledRates(Rates):
             )
         return max(line.seconds(values) for line in family or [line for _, line in lines])
 
-    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
-        return self._part(part, plan, seq, "forward")
-
-    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Like :meth:`forward`."""
-        return self._part(part, plan, seq, "backward")
-
     def _row(self, part: ModelPart, plan: Plan, seq: int) -> ComputeRow:
         """The measurement of a part whose batch is nearest to a plan's."""
 
@@ -186,16 +176,17 @@ class ProfiledRates(Rates):
 
         return min(self._compute.get(part.kind, self._compute["block"]), key=distance)
 
-    def _part(self, part: ModelPart, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
+    def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
+        """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
         if part.kind == "rest" and not part.matrix_flops:
-            return 0.0
+            return 0.0, 0.0
         row = self._row(part, plan, seq)
-        seconds: float = getattr(row, way)
         if part.kind == "embedding":
-            return seconds * plan.micro_batch * seq * self._model.hidden / (row.micro_batch * row.seq * row.hidden)
-        flops = part.forward_flops(plan.micro_batch * seq, seq)
-        self._scaled_parts |= not math.isclose(flops, row.flops, rel_tol=0.02)
-        return seconds * flops / row.flops
+            work, measured = plan.micro_batch * seq * self._model.hidden, float(row.micro_batch * row.seq * row.hidden)
+        else:
+            work, measured = part.forward_flops(plan.micro_batch * seq, seq), row.flops
+            self._scaled_parts |= not math.isclose(work, measured, rel_tol=0.02)
+        return row.forward * work / measured, row.backward * work / measured
 
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
         """Measured here, unless the part is taken from one of another shape or dtype."""

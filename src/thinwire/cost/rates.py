@@ -97,12 +97,8 @@ class Rates(ABC):
         """Seconds of encoding and decoding."""
 
     @abstractmethod
-    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Seconds of the forward of one part on one micro-batch."""
-
-    @abstractmethod
-    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Seconds of the backward of one part on one micro-batch, without recomputation."""
+    def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
+        """Seconds of the forward and of the backward of one part on one micro-batch, without recomputation."""
 
     @abstractmethod
     def update(self, numel: int) -> float:
@@ -255,10 +251,8 @@ class NominalRates(Rates):
         if scope is Scope.INSIDE:
             way, share = self._cluster.links.inside, self._efficiency.inside
         else:
-            way, share = (
-                hop_route(self._fabric, kind, ranks, stride),
-                self._efficiency.nic / self._cluster.gpus_per_node,
-            )
+            way = hop_route(self._fabric, kind, ranks, stride)
+            share = self._efficiency.nic / self._cluster.gpus_per_node
         return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
@@ -268,21 +262,15 @@ class NominalRates(Rates):
     def codec(self, work: Work) -> float:
         """At its declared speed, if another package adds the codec. Built-in codecs are bound by memory: they read and
         write values and messages once each."""
+        values = work.encoded + work.decoded
         if work.codec.plugin is not None:
-            return declared_seconds(work.codec, work.dtype, work.encoded + work.decoded)
-        return (
-            (work.encoded + work.decoded)
-            * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype))
-            / self._memory
-        )
+            return declared_seconds(work.codec, work.dtype, values)
+        return values * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype)) / self._memory
 
-    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """The kernels of the part, each by its shape."""
-        return self._kernels.forward(part, plan.micro_batch, seq)
-
-    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Likewise; a matrix has two products, of other shapes than in the forward."""
-        return self._kernels.backward(part, plan.micro_batch, seq)
+    def computing(self, part: ModelPart, plan: Plan, seq: int) -> tuple[float, float]:
+        """The kernels of the part, each by its shape; in the backward, a matrix has two products, of other shapes than
+        in the forward."""
+        return self._kernels.computing(part, plan.micro_batch, seq)
 
     def update(self, numel: int) -> float:
         """As measured; bound by memory bandwidth if it was not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -245,12 +245,9 @@ def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
 def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     links, memory = job.cluster.links, job.cluster.memory
     if isinstance(job.rates, NominalRates):
-        for scale in (0.1, 0.25, 0.5, 2.0, 4.0):
-            bandwidth = links.nic.bandwidth * scale
-            nic = Link(bandwidth=bandwidth, latency=links.nic.latency)
-            cluster = job.cluster.with_(links=links.with_(nic=nic))
-            yield f"{format_bandwidth(bandwidth)} between nodes", elsewhere(job, cluster)
-        yield from _other_spines(job)
+        yield from _other_links(job, "nic", links.nic, (0.1, 0.25, 0.5, 2.0, 4.0), "between nodes")
+        if links.spine is not None:
+            yield from _other_links(job, "spine", links.spine, (0.5, 2.0, 4.0), "of a node across the spine")
     for scale in (0.5, 2.0):
         cluster = job.cluster.with_(memory=int(memory * scale))
         yield f"{format_bytes(memory * scale)} of memory", replace(job, cluster=cluster)
@@ -258,14 +255,13 @@ def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
 
 
-def _other_spines(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    links = job.cluster.links
-    if links.spine is None:
-        return
-    for scale in (0.5, 2.0, 4.0):
-        spine = Link(bandwidth=links.spine.bandwidth * scale, latency=links.spine.latency)
-        cluster = job.cluster.with_(links=links.with_(spine=spine))
-        yield f"{format_bandwidth(spine.bandwidth)} of a node across the spine", elsewhere(job, cluster)
+def _other_links(
+    job: TrainingJob, key: str, link: Link, scales: Sequence[float], where: str
+) -> Iterator[tuple[str, TrainingJob]]:
+    for scale in scales:
+        changed = link.with_(bandwidth=link.bandwidth * scale)
+        cluster = job.cluster.with_(links=job.cluster.links.with_(**{key: changed}))
+        yield f"{format_bandwidth(changed.bandwidth)} {where}", elsewhere(job, cluster)
 
 
 def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -19,7 +19,7 @@ from thinwire.cost import (
 )
 from thinwire.errors import UsageError
 from thinwire.plan.priced import AxisSeconds, PricedPlan
-from thinwire.plan.rules import UNCUT, Cut, divided, factors
+from thinwire.plan.rules import UNCUT, Chain, Cut, divided, factors
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
@@ -127,23 +127,19 @@ def _cuts(job: TrainingJob, framework: str, ours: Plan) -> list[Cut]:
 def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
     """Factors of P, G and OS that a framework can have on a mesh."""
     one, node = Factor(), Factor(local=mesh.local)
-    inner = [group for group in factors(mesh) if 1 < group.ranks < mesh.ranks]
-    if framework in ("fsdp2", "torchtitan", "megatron-fsdp"):
-        yield {"params": mesh, "grads": mesh, "optimizer": mesh}
-        yield {"params": one, "grads": mesh, "optimizer": mesh}
-    if framework == "fsdp2" and 1 < node.ranks < mesh.ranks:
+    zero1, zero2, zero3 = (one, one, mesh), (one, mesh, mesh), (mesh, mesh, mesh)
+    hybrid = [(group, group, group) for group in factors(mesh) if 1 < group.ranks < mesh.ranks]
+    chains: dict[str, list[Chain]] = {
+        "fsdp2": [zero3, zero2],
+        "hsdp": hybrid,
+        "torchtitan": [zero3, zero2, *hybrid],
+        "megatron-fsdp": [zero3, zero2, *hybrid, zero1],
+        "deepspeed": [zero1, zero2, zero3],
+    }
+    for params, grads, optimizer in chains[framework]:
+        yield {"params": params, "grads": grads, "optimizer": optimizer}
+    if framework in ("fsdp2", "deepspeed") and 1 < node.ranks < mesh.ranks:
         yield {"params": mesh, "grads": mesh, "optimizer": mesh, "secondary": node}
-    if framework in ("hsdp", "torchtitan", "megatron-fsdp"):
-        for group in inner:
-            yield {"params": group, "grads": group, "optimizer": group}
-    if framework == "megatron-fsdp":
-        yield {"params": one, "grads": one, "optimizer": mesh}
-    if framework == "deepspeed":
-        yield {"params": one, "grads": one, "optimizer": mesh}
-        yield {"params": one, "grads": mesh, "optimizer": mesh}
-        yield {"params": mesh, "grads": mesh, "optimizer": mesh}
-        if 1 < node.ranks < mesh.ranks:
-            yield {"params": mesh, "grads": mesh, "optimizer": mesh, "secondary": node}
 
 
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
@@ -164,8 +160,7 @@ def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:
     numel = model.parameters
     # Replicas do not matter: a rank holds what it would in one group.
     group = plan.with_(mesh=plan.optimizer, params=plan.params, grads=plan.grads)
-    elements = plan.bucket_bytes // 2
-    zero = ZeroSettings(reduce_bucket=elements, live=1_000_000_000, prefetch=elements)
+    zero = ZeroSettings(reduce_bucket=plan.bucket_bytes // 2)
     system = _formula(framework, plan)
     on_gloo = job.loss_chunk != GPU_LOSS_CHUNK
     needed = peer_memory(

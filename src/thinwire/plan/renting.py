@@ -90,16 +90,14 @@ def offers(cluster: ClusterSpec) -> list[Offer]:
     return [_offer(groups, cluster.gpus_per_node, frozenset(spot), failures) for spot in choices]
 
 
-def rental(job: TrainingJob, candidate: PricedPlan, offer: Offer) -> Rental:
-    """A plan on nodes that are rented in one way."""
-    rate = job.tokens_per_step / candidate.seconds * offer.goodput.share
-    price = None if offer.per_hour is None else math.inf if not rate else offer.per_hour / 3600 / rate * 1e9
-    return Rental(candidate, offer, rate, price)
-
-
 def rentals(job: TrainingJob, candidate: PricedPlan) -> list[Rental]:
     """A plan on the job's nodes, rented in every way; see :func:`offers`."""
-    return [rental(job, candidate, offer) for offer in offers(job.cluster)]
+    made = []
+    for offer in offers(job.cluster):
+        rate = job.tokens_per_step / candidate.seconds * offer.goodput.share
+        price = None if offer.per_hour is None else math.inf if not rate else offer.per_hour / 3600 / rate * 1e9
+        made.append(Rental(candidate, offer, rate, price))
+    return made
 
 
 def cheapest(options: Sequence[Rental]) -> Rental:

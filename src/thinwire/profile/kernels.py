@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final, Literal
 
@@ -60,11 +60,8 @@ def measure_kernels(shapes: Sequence[KernelShape], device: torch.device, dtype: 
 
 
 def _row(shape: KernelShape, spread: Spread) -> KernelRow:
-    dimensions = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth, "heads": shape.heads}
-    seconds, low, high = spread.median, spread.low, spread.high
-    if shape.kernel == "elementwise":
-        seconds, low, high = seconds / 3, low / 3, high / 3
-    return KernelRow(kernel=shape.kernel, seconds=seconds, low=low, high=high, **dimensions)
+    share = 3 if shape.kernel == "elementwise" else 1  # of what was timed: a forward and a backward
+    return KernelRow(**asdict(shape), seconds=spread.median / share, low=spread.low / share, high=spread.high / share)
 
 
 def _spread(body: Call, copies: int, device: torch.device, seconds: float) -> Spread:

@@ -95,11 +95,11 @@ def timed(control: Control, body: Call, *, seconds: float, device: torch.device,
     Returns:
         Seconds of one call on the slowest rank; the same on every rank.
     """
-    first = _once(control, body, 1, device)
+    first = _once(control, body, device)
     calls = _CALLS if first < _SHORT else 1
     if not waits:
         # One of them may have lost its turn of the processor.
-        first = min(first, *(_once(control, body, 1, device) for _ in range(2)))
+        first = min(first, *(_once(control, body, device) for _ in range(2)))
         calls = max(calls, int(min(_LASTING, seconds / FEWEST) / max(first, 1e-6)))
     wanted = max(FEWEST, min(MOST, int(seconds / max(first * calls, 1e-6))))
     samples = [_clocked(control, body, calls, device) for _ in range(wanted)]
@@ -109,8 +109,8 @@ def timed(control: Control, body: Call, *, seconds: float, device: torch.device,
     return Spread.of(slowest, statistics.fmean(working))
 
 
-def _once(control: Control, body: Call, calls: int, device: torch.device) -> float:
-    seconds, _ = _clocked(control, body, calls, device)
+def _once(control: Control, body: Call, device: torch.device) -> float:
+    seconds, _ = _clocked(control, body, 1, device)
     return max(control.all_gather_typed(seconds, SECONDS))
 
 

@@ -14,17 +14,6 @@ from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Workload
 
 __all__ = [
-    "Answer",
-    "Case",
-    "Disturbance",
-    "Disturbed",
-    "Engine",
-    "Resource",
-    "Simulated",
-    "Slowed",
-    "Workload",
-    "answer",
-    "disturbed",
-    "read_cases",
-    "simulate",
-]
+    "Answer", "Case", "Disturbance", "Disturbed", "Engine", "Resource", "Simulated", "Slowed", "Workload", "answer",
+    "disturbed", "read_cases", "simulate",
+]  # fmt: skip

@@ -183,10 +183,10 @@ def _own(plan: Plan, rates: Rates) -> Execution:
     return Execution(pricing, repeats=True)
 
 
-def lane_work(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int) -> dict[Lane, LaneWork]:
+def lane_work(plan: Plan, workload: Workload, rates: Rates) -> dict[Lane, LaneWork]:
     """Seconds of work that each lane has in a step, without slowdown by anything else."""
     pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
-    program = lower(plan, workload.units, micro_batches=micro_batches, clip=workload.clip)
+    program = lower(plan, workload.units, micro_batches=plan.micro_batches, clip=workload.clip)
     for operation in program.operations:
         if not isinstance(operation.lane, Lane):
             continue

@@ -44,7 +44,7 @@ def work_of(unit: UnitInfo, part: ModelPart) -> object:
 
 def part_seconds(rates: Rates, part: ModelPart, plan: Plan, seq: int, exchange: float = 0.0) -> tuple[float, float]:
     """Seconds of the forward and of the backward of this rank's tokens through a part, exchanges included."""
-    forward, backward = rates.forward(part, plan, seq), rates.backward(part, plan, seq)
+    forward, backward = rates.computing(part, plan, seq)
     return forward / plan.cp + exchange, backward / plan.cp + exchange
 
 

@@ -70,22 +70,20 @@ class CodecPlugin:
     def problems(self) -> list[str]:
         """What is wrong with the declaration itself, in one sentence each."""
         module, _, attribute = self.implementation.partition(":")
-        wrong = {
-            f"name = {self.name!r} should be lower-case letters, digits and underscores": not _NAME.fullmatch(
-                self.name
-            ),
-            "version should be text that is not empty": not self.version,
-            f"implementation = {self.implementation!r} should be 'package.module:Class'": not (module and attribute),
-            f"dtypes = {self.dtypes!r} should be some of {', '.join(_DTYPES)}": not self.dtypes
-            or not set(self.dtypes) <= set(_DTYPES),
-            "examples should hold at least one text of the codec": not self.examples,
-            "max_error should be above 0 for a codec with loss": not self.lossless and not (self.max_error or 0) > 0,
-            "typical_ratio should be above 0 for a codec of variable length": self.variable_length
-            and not (self.typical_ratio or 0) > 0,
-            "bytes_per_second should be above 0, or None if the speed is not known": self.bytes_per_second is not None
-            and self.bytes_per_second <= 0,
+        named, loss = _NAME.fullmatch(self.name), self.max_error or 0
+        known, ratio = self.dtypes and set(self.dtypes) <= set(_DTYPES), self.typical_ratio or 0
+        speed = self.bytes_per_second
+        sound = {
+            f"name = {self.name!r} should be lower-case letters, digits and underscores": named,
+            "version should be text that is not empty": self.version,
+            f"implementation = {self.implementation!r} should be 'package.module:Class'": module and attribute,
+            f"dtypes = {self.dtypes!r} should be some of {', '.join(_DTYPES)}": known,
+            "examples should hold at least one text of the codec": self.examples,
+            "max_error should be above 0 for a codec with loss": self.lossless or loss > 0,
+            "typical_ratio should be above 0 for a codec of variable length": not self.variable_length or ratio > 0,
+            "bytes_per_second should be above 0, or None if the speed is not known": speed is None or speed > 0,
         }
-        return [sentence for sentence, is_wrong in wrong.items() if is_wrong]
+        return [sentence for sentence, is_sound in sound.items() if not is_sound]
 
 
 @functools.cache

@@ -36,12 +36,20 @@ def read_toml_file(path: str | Path) -> dict[str, Any]:
     Raises:
         SpecError: The file cannot be read or is not TOML.
     """
+    return read_toml(read_text(path), str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file.
+
+    Raises:
+        SpecError: The file cannot be read, or is not UTF-8.
+    """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(str(path), f"cannot be read: {reason}") from error
-    return read_toml(text, str(path))
 
 
 def write_toml(data: Mapping[str, Any]) -> str:

@@ -19,17 +19,16 @@ from thinwire.errors import SpecError
 from thinwire.spec import io
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Spec, rule
 from thinwire.spec.factor import Factor
-from thinwire.spec.plan_parts.chain import chain_problems, cut_alike, divisors, fill_problem, groups, on_mesh
-from thinwire.spec.plan_parts.frozen import Frozen
+from thinwire.spec.plan_parts.chain import chain_problems, divisors, fill_problem, groups, on_mesh
 from thinwire.spec.plan_parts.islands import Islands
 from thinwire.spec.plan_parts.policy import HybridPolicy
 from thinwire.spec.plan_parts.presets import PRESETS, engine_fields, preset_fields
-from thinwire.spec.plan_parts.residence import Residence
+from thinwire.spec.plan_parts.residence import Frozen, Residence
 from thinwire.spec.plan_parts.units import Dtype, Overlap, UnitOverride
 from thinwire.spec.plan_parts.wire import GRADIENTS, Wire
 from thinwire.spec.renames import PLAN_KEYS, without_residence
 
-__all__ = ["Dtype", "Factor", "Overlap", "Plan", "UnitOverride", "Wire", "cut_alike", "lone_ranks"]
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "UnitOverride", "Wire", "lone_ranks"]
 
 MIB = 1 << 20
 
@@ -254,7 +253,7 @@ class Plan(Spec):
     @property
     def grads_like_optimizer(self) -> bool:
         """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
-        return cut_alike(self.grads, self.optimizer)
+        return self.grads == self.optimizer
 
     @classmethod
     def preset(

@@ -45,16 +45,16 @@ class PlanTemplate:
         """The data-parallel ranks of all islands that a plan file or an inline plan names; ``None`` for a preset."""
         keys = self.recipe.plan
         if self.file is not None:
-            named, count = self.file.mesh, self.file.num_islands
-            elastic = self.file.is_elastic
+            named, count, elastic = self.file.mesh, self.file.num_islands, self.file.is_elastic
         elif "mesh" in keys:
             named, count, elastic = Factor.parse(keys["mesh"], "plan.mesh"), 1, False
         else:
             return None
         islands = keys.get("islands")
-        if (islands.get("elastic", elastic) if isinstance(islands, Mapping) else elastic) is True:
+        changes = islands if isinstance(islands, Mapping) else {}
+        if changes.get("elastic", elastic) is True:
             return named
-        asked = islands.get("count", count) if isinstance(islands, Mapping) else count
+        asked = changes.get("count", count)
         return Factor(local=named.local, nodes=named.nodes * (asked if isinstance(asked, int) and asked > 0 else 1))
 
     @property

@@ -12,15 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.cost import (
-    AMSP_STATES,
-    LibraryCollectives,
-    NominalRates,
-    largest_share,
-    memory,
-    parts,
-    units,
-)
+from thinwire.cost import AMSP_STATES, LibraryCollectives, NominalRates, largest_share, memory, parts, units
 from thinwire.errors import SpecError
 from thinwire.plan import AmspPlan, AmspSums, TrainingJob, amsp_search
 from thinwire.plan.rules import Chain, chain_ends
@@ -55,7 +47,7 @@ def brute_force(job: TrainingJob) -> list[AmspPlan]:
         )  # fmt: skip
         cut = job.parts(plan)
         sums = AmspSums(cut, LibraryCollectives(job.cluster), job.mesh, micro_batches)
-        forward = sum(job.rates.forward(part, plan, job.seq) for part in cut if part.kind == "block")
+        forward = sum(job.rates.computing(part, plan, job.seq)[0] for part in cut if part.kind == "block")
         needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
         times = sums.times((params, grads, optimizer))
         recomputing = micro_batches * forward if again else 0.0

@@ -83,8 +83,8 @@ def test_many_experts_of_few_tokens_take_longer_than_the_same_work_at_once() -> 
     (few,) = [part for part in parts(model, "module") if part.name == "layers.0.mlp.experts"]
     (many,) = [part for part in parts(model.with_(experts=64), "module") if part.name == "layers.0.mlp.experts"]
     assert few.matrix_flops == many.matrix_flops
-    assert kernels.forward(many, 1, 4096) > 1.5 * kernels.forward(few, 1, 4096)
-    assert kernels.backward(few, 1, 4096) > 1.9 * kernels.forward(few, 1, 4096)
+    assert kernels.computing(many, 1, 4096)[0] > 1.5 * kernels.computing(few, 1, 4096)[0]
+    assert kernels.computing(few, 1, 4096)[1] > 1.9 * kernels.computing(few, 1, 4096)[0]
 
 
 @pytest.mark.parametrize(
@@ -112,22 +112,6 @@ def test_a_bad_configuration_is_one_sentence(tmp_path: Path, name: str, changes:
     file.write_text(json.dumps(table))
     with pytest.raises(SpecError, match=sentence):
         ModelSpec.named(str(file))
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"experts": 1}, "a mixture needs at least 2"),
-        ({"active_experts": 2}, "active_experts = 2 needs experts"),
-        ({"kind": "gpt", "experts": 4}, 'experts = 4 with kind = "gpt"'),
-        ({"shared_ffn": 8}, "shared_ffn = 8 needs experts"),
-        ({"experts": 4, "dense_layers": 2}, "dense_layers = 2 leaves no block"),
-        ({"heads": 7}, "heads = 7 should divide hidden = 64, or set head_dim"),
-    ],
-)
-def test_shapes_that_contradict_themselves_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SpecError, match=sentence):
-        ModelSpec.parse({"layers": 2, "hidden": 64, "heads": 4, "vocab": 100, **changes})
 
 
 @pytest.mark.slow

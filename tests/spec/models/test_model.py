@@ -71,13 +71,18 @@ def test_a_tied_embedding_counts_once() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"heads": 3}, "heads = 3 should divide hidden = 64"),
+        ({"heads": 3}, "heads = 3 should divide hidden = 64, or set head_dim"),
         ({"kv_heads": 3}, "kv_heads = 3 should divide heads = 4"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads = 2 should divide heads = 3"),
         ({"layers": 0}, "layers = 0"),
         ({"heads": "4"}, "heads = '4'"),
         ({"kind": "bert"}, "kind = 'bert': it should be 'llama' or 'gpt'"),
         ({"hiden": 3}, "did you mean hidden?"),
+        ({"experts": 1}, "a mixture needs at least 2"),
+        ({"active_experts": 2}, "active_experts = 2 needs experts"),
+        ({"kind": "gpt", "experts": 4}, 'experts = 4 with kind = "gpt"'),
+        ({"shared_ffn": 8}, "shared_ffn = 8 needs experts"),
+        ({"experts": 4, "dense_layers": 2}, "dense_layers = 2 leaves no block"),
     ],
 )
 def test_impossible_shapes_are_refused(change: dict[str, Any], problem: str) -> None:

@@ -36,29 +36,11 @@ INT8, INT6 = "int8:256", "int6:256,hadamard"
 def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, scatter: str, gradients: str) -> None:
     policy = HybridPolicy.parse(name)
     assert str(policy) == name
-    assert {axis: str(policy.codec(axis)) for axis in AXES} == {
-        "dp": gradients,
-        "scatter": scatter,
-        "gather": dense,
-        "spread": dense,
-        "tp": dense,
-        "pp": dense,
-        "ep": dense,
-        "cp": dense,
-    }
-    fields = {
-        "gather": dense,
-        "reduce_intra": gradients,
-        "reduce_inter": gradients,
-        "scatter": scatter,
-        "spread": dense,
-        "tp": dense,
-        "pp": dense,
-        "ep": dense,
-        "cp": dense,
-    }
-    if scatter == gradients:
-        del fields["scatter"]
+    every = dict.fromkeys(("gather", "spread", "tp", "pp", "ep", "cp"), dense)
+    assert {axis: str(policy.codec(axis)) for axis in AXES} == every | {"dp": gradients, "scatter": scatter}
+    fields = every | {"reduce_intra": gradients, "reduce_inter": gradients}
+    if scatter != gradients:
+        fields["scatter"] = scatter
     assert {field: str(codec) for field, codec in Wire(policy=name).codecs().items()} == fields
 
 
@@ -164,6 +146,5 @@ def test_a_plan_keeps_the_codecs_of_a_policy_through_toml(name: str) -> None:
 def test_ours_says_more_with_fewer_bytes_than_zhybrid() -> None:
     ours, theirs = HybridPolicy.parse("hybrid"), HybridPolicy.parse("zhybrid:16-8")
     for axis in AXES:
-        assert ours.codec(axis).max_wire_bytes(1 << 20, "float32") < theirs.codec(axis).max_wire_bytes(
-            1 << 20, "float32"
-        )
+        few, many = (policy.codec(axis).max_wire_bytes(1 << 20, "float32") for policy in (ours, theirs))
+        assert few < many

@@ -16,12 +16,6 @@ MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 8), (6, 4)
 """Nodes, and ranks of a node."""
 
 
-def factor(text: str) -> Factor:
-    fields = Factor.from_text(text)
-    assert fields is not None
-    return Factor.parse(fields)
-
-
 @pytest.mark.parametrize("name", Plan.preset_names())
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
 def test_every_preset_is_valid_on_every_mesh(name: str, nodes: int, local: int) -> None:
@@ -58,7 +52,7 @@ def test_presets_on_four_nodes_of_eight(
 ) -> None:
     preset = Plan.preset(name, nodes=4, local=8)
     assert (str(preset.params), str(preset.grads), str(preset.optimizer)) == (params, grads, optimizer)
-    assert preset.secondary == (factor(secondary) if secondary else None)
+    assert preset.secondary == (Factor.model_validate(secondary) if secondary else None)
 
 
 def test_the_table_above_names_every_preset() -> None:
@@ -94,16 +88,8 @@ def test_codecs_of_the_compressed_presets() -> None:
         return {key: str(codec) for key, codec in wire.codecs().items() if not codec.is_none}
 
     assert codecs("zeropp") == {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256"}
-    assert codecs("zeropp-8bit") == {
-        "gather": "int8:256",
-        "reduce_intra": "int8:256",
-        "reduce_inter": "int8:256",
-    }
-    assert codecs("thinwire") == {
-        "reduce_intra": "int8:256",
-        "reduce_inter": "int4:256",
-        "spread": "int8:256",
-    }
+    assert codecs("zeropp-8bit") == {"gather": "int8:256", "reduce_intra": "int8:256", "reduce_inter": "int8:256"}
+    assert codecs("thinwire") == {"reduce_intra": "int8:256", "reduce_inter": "int4:256", "spread": "int8:256"}
     ours = Plan.preset("thinwire", nodes=2, local=2).wire
     assert ours.error_feedback
     assert ours.spread_difference
@@ -129,10 +115,7 @@ def test_the_group_of_other_presets() -> None:
     [
         ({"name": "zero9"}, "there is no preset 'zero9'; valid are ddp, zero1,"),
         ({"name": {"zero3": 1}}, "there is no preset {'zero3': 1}; valid are ddp, zero1,"),
-        (
-            {"name": "zero3", "group": "2x1"},
-            "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,",
-        ),
+        ({"name": "zero3", "group": "2x1"}, "zero3 takes no group (group = 2x1); those that do: zero1-node, mics,"),
         ({"name": "mics", "group": "3"}, "group = '3' should be a Factor"),
         ({"name": "hpz", "group": 8}, "group = 8 should be a Factor"),
         ({"name": "mics", "group": "3x1"}, "should divide mesh = 8x4"),

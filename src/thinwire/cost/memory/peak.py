@@ -136,10 +136,10 @@ def largest_memory(
 ) -> Memory:
     """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism; arguments as
     of :func:`memory`, for the whole model."""
-    by_stage = []
-    for stage in demanding_stages(stages(model.layers, plan)):
+
+    def needed(stage: PipelineShare) -> Memory:
         part = stage_model(model, stage.blocks)
         held = held_units(part, plan, stage)
-        needed = memory(part, plan, held, seq=seq, overhead=overhead, loss_chunk=loss_chunk, stage=stage)
-        by_stage.append(needed)
-    return max(by_stage, key=lambda needed: needed.total)
+        return memory(part, plan, held, seq=seq, overhead=overhead, loss_chunk=loss_chunk, stage=stage)
+
+    return max(map(needed, demanding_stages(stages(model.layers, plan))), key=lambda needed: needed.total)

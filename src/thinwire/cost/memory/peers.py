@@ -34,12 +34,10 @@ class ZeroSettings:
     Attributes:
         reduce_bucket: ``reduce_bucket_size``.
         live: ``stage3_max_live_parameters``.
-        prefetch: ``stage3_prefetch_bucket_size``.
     """
 
     reduce_bucket: int = 500_000_000
     live: int = 1_000_000_000
-    prefetch: int = 50_000_000
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from thinwire.program import (
 )
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
 from thinwire.spec import Factor, Plan
-from thinwire.spec.plan import cut_alike
 from thinwire.spec.plan_parts.residence import Residence
 
 _STEP = Event(Phase.STEP, -1, 0)
@@ -121,7 +120,7 @@ class ModelStates(NamedTuple):
             several: Whether a step has several micro-batches.
         """
         params, grads, optimizer = chain
-        apart = not cut_alike(grads, optimizer) and (params.ranks > 1 or several)
+        apart = grads != optimizer and (params.ranks > 1 or several)
         return cls(
             states.params * numel // params.ranks,
             states.grads * (share + (numel // grads.ranks if apart else 0)),

@@ -19,7 +19,6 @@ from thinwire.program import (
 )
 from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings, used_codec
 from thinwire.spec import Factor, Plan
-from thinwire.spec.plan import cut_alike
 
 
 class _BucketShape(NamedTuple):
@@ -139,7 +138,7 @@ def staged(chain: tuple[Factor, Factor, Factor], *, several: bool) -> bool:
         several: Whether a step has several micro-batches.
     """
     params, grads, optimizer = chain
-    return params.ranks == 1 and (not several or (optimizer.ranks > 1 and cut_alike(grads, optimizer)))
+    return params.ranks == 1 and (not several or (optimizer.ranks > 1 and grads == optimizer))
 
 
 def _sums(sizes: Sequence[int], length: int) -> list[int]:

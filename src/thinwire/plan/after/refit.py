@@ -11,11 +11,19 @@ import numpy as np
 
 from thinwire.plan.after.compare import checked_run, job_of, measured_figure
 from thinwire.plan.after.culprit import measured_parts
-from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
+from thinwire.plan.after.expected import (
+    CODECS,
+    COMPUTATION,
+    MEMORY,
+    STEP,
+    TRANSFERS,
+    WAITING,
+    expectation,
+    lane_seconds,
+)
 from thinwire.plan.priced import price_plan
 from thinwire.program import Scope
 from thinwire.record import RunRecord, steady
-from thinwire.sim.step import lane_work
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import CodecRow, CollectiveRow, Profile
 
@@ -130,10 +138,10 @@ def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) 
     names = [name for name in found if name.startswith((TRANSFERS, CODECS))]
     if not names:
         return {}
-    now = _amounts(run, profile)
+    now = lane_seconds(job_of(run, profile), run.plan)
     parts, shares = [], []
     for part in [*sorted(set(map(_part_of, profile.collectives))), *sorted(set(map(_part_of, profile.codecs)))]:
-        changed = _amounts(run, _scaled(profile, part, 2.0))
+        changed = lane_seconds(job_of(run, _scaled(profile, part, 2.0)), run.plan)
         share = [changed[name] - now[name] for name in names]
         if any(share):
             parts.append(part)
@@ -145,11 +153,3 @@ def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) 
     matrix = np.vstack([np.array(shares).T, matters])
     changes, *_ = np.linalg.lstsq(matrix, np.concatenate([wrong, np.zeros(len(parts))]), rcond=None)
     return {part: max(_LEAST, 1 + float(change)) for part, change in zip(parts, changes, strict=True)}
-
-
-def _amounts(run: RunRecord, profile: Profile) -> dict[str, float]:
-    """Seconds of transfers and codecs of every lane in a step of a run, by a profile."""
-    job, plan = job_of(run, profile), run.plan
-    work = lane_work(plan, job.workload(plan), job.rates, micro_batches=plan.micro_batches)
-    transfers = {f"{TRANSFERS}{lane}": of_lane.transfer for lane, of_lane in work.items()}
-    return transfers | {f"{CODECS}{lane}": of_lane.codec for lane, of_lane in work.items()}

@@ -150,7 +150,7 @@ class _Space:
         )
         parts = job.parts(self._base)
         self.sums = AmspSums(parts, _collectives(job, contention=contention), job.mesh, micro_batches)
-        again = sum(job.rates.forward(part, self._base, job.seq) for part in parts if part.kind == "block")
+        again = sum(job.rates.computing(part, self._base, job.seq)[0] for part in parts if part.kind == "block")
         self._recomputing = {recompute: micro_batches * again if recompute else 0.0 for recompute in job.recomputes}
         # Padding depends on the number of ranks alone, so the units of all plans have the same sizes. Only who owns
         # how much differs, of which the largest share matters.
@@ -284,7 +284,7 @@ def _collectives(job: TrainingJob, *, contention: bool) -> CollectiveTimes:
         return LibraryCollectives(job.cluster, contention=contention)
     if not contention:
         problem = "False has no price in a profile, which measures all groups at once; plan without --profile"
-        raise SpecError("contention", [problem])
+        raise SpecError("contention", problem)
     return ProfiledCollectives(job.rates)
 
 

@@ -89,10 +89,8 @@ class LossLaw(Spec):
         if not self.covers(count, every):
             raise SpecError(
                 "islands",
-                [
-                    f"count = {count}, every = {every} is outside the study behind the loss law, which had "
-                    f"{self.of_islands} islands and every = {_range(self.every)}"
-                ],
+                f"count = {count}, every = {every} is outside the study behind the loss law, which had "
+                f"{self.of_islands} islands and every = {_range(self.every)}",
             )
         return (1 - 1 / count) * (self.base + self.slope * math.log2(every)) + way.percent
 

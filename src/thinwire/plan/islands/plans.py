@@ -100,10 +100,8 @@ def _counts(job: TrainingJob, law: LossLaw) -> list[int]:
     if not counts:
         raise SpecError(
             "--loss-budget",
-            [
-                f"{nodes} nodes cannot be divided into {law.of_islands} islands of whole nodes, which is what the "
-                "study behind the loss law had: change the number of nodes, or leave the option out"
-            ],
+            f"{nodes} nodes cannot be divided into {law.of_islands} islands of whole nodes, which is what the "
+            "study behind the loss law had: change the number of nodes, or leave the option out",
         )
     return counts
 

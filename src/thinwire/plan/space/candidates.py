@@ -35,7 +35,6 @@ class Candidate:
 
     Attributes:
         bound: Lower bound of the step time in seconds.
-        complexity: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
         cut: Tensor and pipeline parallelism.
         chain: Factors of ``P``, ``G`` and ``OS``.
         secondary: Factor of the secondary shard; ``None`` without one.
@@ -45,7 +44,6 @@ class Candidate:
     """
 
     bound: float
-    complexity: int
     cut: Cut
     chain: Chain
     secondary: Factor | None
@@ -82,7 +80,6 @@ class CandidateGroup:
         batch = self.batches[which]
         return Candidate(
             float(self.bounds[which, choice]),
-            int(self.complexity[which, choice]),
             self.cut,
             self.chain,
             self.secondary,
@@ -326,7 +323,7 @@ class Candidates:
             return None
         codecs = ("none",) * len(WIRE)
         size, recompute = batch.plan.micro_batch, batch.plan.recompute
-        return int(least), Candidate(0.0, 0, self.cut, best, None, codecs, size, recompute)
+        return int(least), Candidate(0.0, self.cut, best, None, codecs, size, recompute)
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

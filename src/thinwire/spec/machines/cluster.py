@@ -16,15 +16,14 @@ from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.spec.machines.nodes import (
     HOST_BANDWIDTH,
     HOST_LATENCY,
-    INSIDE_LATENCY,
     MEMORY_BANDWIDTH,
-    NIC_LATENCY,
     Failures,
     Link,
     Machines,
     NodeGroup,
     PeakFlops,
     group_problems,
+    machine_figures,
 )
 from thinwire.spec.machines.shorthand import expanded, in_proportion
 
@@ -121,19 +120,10 @@ class ClusterSpec(Machines):
         if kind is None:
             raise SpecError(what, f"there is no accelerator {name!r}; valid are {', '.join(ACCELERATORS)}")
         count = kind.gpus_per_node if gpus_per_node is None else gpus_per_node
-        fields = {
-            "name": f"{name}:{nodes}x{count}",
-            "nodes": nodes,
-            "gpus_per_node": count,
-            "memory": kind.memory,
-            "peak_flops": kind.peak_flops,
-            "memory_bandwidth": kind.memory_bandwidth,
-            "links": {
-                "inside": {"bandwidth": kind.inside, "latency": INSIDE_LATENCY},
-                "nic": {"bandwidth": kind.nic, "latency": NIC_LATENCY},
-                "host": {"bandwidth": kind.host, "latency": HOST_LATENCY},
-            },
-        }
+        figures = machine_figures(name) | {"name": f"{name}:{nodes}x{count}", "nodes": nodes, "gpus_per_node": count}
+        links = {key: figures.pop(key) for key in ("inside", "nic")}
+        links["host"] = Link(bandwidth=kind.host, latency=HOST_LATENCY)
+        fields = {**figures, "links": links}
         return cls.parse(cls.parse(fields, what)._merged(overrides), what)
 
     @staticmethod

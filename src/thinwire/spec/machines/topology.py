@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from thinwire.errors import SpecError
+from thinwire.spec.io import read_text
 from thinwire.spec.machines.slurm import is_slurm, slurm_switches
 
 TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
@@ -39,12 +40,7 @@ class SwitchTree:
         Raises:
             SpecError: The file cannot be read, a line is malformed, or a host appears twice.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise SpecError(str(path), f"cannot be read: {reason}") from error
-        return cls.parse(text, str(path))
+        return cls.parse(read_text(path), str(path))
 
     @classmethod
     def parse(cls, text: str, source: str) -> Self:

@@ -10,11 +10,6 @@ from thinwire.spec.base import Problem
 from thinwire.spec.factor import Factor
 
 
-def cut_alike(grads: Factor, optimizer: Factor) -> bool:
-    """Whether ``G`` is sharded like ``OS``, so that gradients accumulate in optimizer shares."""
-    return grads == optimizer
-
-
 def on_mesh(factor: Factor, old: Factor, new: Factor) -> Factor:
     """A factor on another mesh. Greatest common divisors keep a chain of divisors one."""
     if factor == old:
