@@ -33,8 +33,7 @@ from thinwire.sharding.checks import (
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
-from thinwire.sharding.lanes.lanes import Lanes
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Lanes, Load
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart, slice_of

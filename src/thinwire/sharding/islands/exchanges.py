@@ -13,8 +13,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError
 from thinwire.program import Axis, Lane, Stage, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
-from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load, Ticket
 from thinwire.sharding.step.sharded_model import ShardedModel, unknown_progress
 
 
