@@ -247,6 +247,8 @@ class CompressingGroup(PlainGroup):
         (output,), (tensor,) = encoded.arrived([output]), encoded.arrived([tensor])
         return self._run(body, [output], [tensor], waits=not getattr(rest[0] if rest else None, "asyncOp", True))
 
+    alltoall_base: Any = all_to_all_single  # an older name
+
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
         """The pieces of a tensor, and the codecs of those that other ranks have or get."""
         numels = exchange.numels(tensor, rows, len(self._ranks))
