@@ -16,7 +16,6 @@ from typing import Final
 import torch
 
 from thinwire.agreement import Typed
-from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.runtime.runtime import Runtime
 
@@ -59,7 +58,6 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     runtime.join()
     found: Sums = {}
     sharded = runtime.sharded
-    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
         pieces = " ".join(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
@@ -67,7 +65,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
         if own:
             found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
-        found[f"parameters|{unit.name}|{shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
+        found[f"parameters|{unit.name}|{sharded.shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
     return found
 
 

@@ -36,7 +36,6 @@ from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
-from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
@@ -224,7 +223,7 @@ def frozen_masters(runtime: Runtime) -> list[str]:
         for unit in runtime.units
         for buffer in unit.buffers
         if buffer.layout.trainable
-        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+        for slot, compute in buffer.named
         if not compute.requires_grad
     ]
 
@@ -233,7 +232,7 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
     sharded, reducer, exchanges, means = runtime.sharded, runtime.reducer, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
-    first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_replica = sharded.is_first_replica
     fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
     for name, buffer in persistent_buffers(sharded.model):
         value = buffer.reshape(-1) if sharded.rank == island == 0 else None

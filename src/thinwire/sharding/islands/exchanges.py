@@ -206,17 +206,16 @@ class Exchanges:
     def _states(self, fragment: int) -> list[PartState]:
         sharded = self._sharded
         replicas: AxisGroup | None = sharded.axes.get((Axis.REPLICA, Lane.OUTER))
-        share = sharded.axes[Axis.SHARD, Lane.REDUCE].index
         infos = [unit.info for unit in sharded.units]
         states = []
-        for part in exchange_parts(sharded.plan, infos, fragment, share):
+        for part in exchange_parts(sharded.plan, infos, fragment, sharded.share):
             buffers = [
                 buffer
                 for unit in part.units
                 for buffer in sharded.units[unit].buffers
                 if buffer.layout.trainable and buffer.layout.encoded is part.encoded
             ]
-            states.append(PartState(part, buffers, share, replicas, self._settings, sharded.codecs.outer))
+            states.append(PartState(part, buffers, sharded.share, replicas, self._settings, sharded.codecs.outer))
         return states
 
     def _start(self, announced: Announced, due: int) -> Pending:

@@ -155,7 +155,7 @@ def _group(
         The groups; for each what it shows: its trained parameters, in the order of units; and the numbers of the
         given groups, by name of the parameter.
     """
-    names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    names = {id(p): slot.name for unit in units for buffer in unit.buffers for slot, p in buffer.named}
     names |= {id(share): name for name, share in shares.items()}
     every_name = list(names.values())
     group_of: dict[str, int] = {}
