@@ -38,7 +38,7 @@ from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
-from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
+from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save
 from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.names import renamed, stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
@@ -82,7 +82,7 @@ def save(
     path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, path, extra)
-    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
+    base = base_for(parts[0][0], frozen, path, shared, ranks)
     try:
         store.write(path, vectors, values, control=ranks, base=base)
     except BaseException:
@@ -128,7 +128,7 @@ def start_saving(
         _refuse_beside_hanging(path, ranks)
     vectors, values, shared = _collect(parts, path, extra)
     path = path.absolute()  # the program may go to another directory while this one writes
-    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
+    base = base_for(parts[0][0], frozen, path, shared, ranks)
     if ranks.ranks not in _writers:
         before = len(_given_up.get(ranks.ranks, ()))
         beside = control_beside(f"checkpoint-{before}" if before else "checkpoint", ranks.ranks)
