@@ -90,6 +90,8 @@ class ShareStates:
         self._optimizers = optimizers
         self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}
         self._mine = {id(parameter) for parameter in model.parameters()}
+        self.kind = "+".join(type(optimizer).__name__ for optimizer in optimizers)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not (shares := self._shares_of(optimizer)):
                 raise UsageError(
@@ -102,24 +104,10 @@ class ShareStates:
                     entries = {key: self._entry(optimizer, share, key, value) for key, value in kept.items()}
                     if owned := self._owned.get(share.spec.name):
                         self.state[owned.value] = entries
-
-    @property
-    def kind(self) -> str:
-        """See :class:`FragmentStates`."""
-        return "+".join(type(optimizer).__name__ for optimizer in self._optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """See :class:`FragmentStates`."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def group_numbers(self) -> dict[str, int]:
-        """See :class:`FragmentStates`."""
-        members = [(share, number) for number, group in enumerate(self.param_groups) for share in group["params"]]
-        return {
+        self.group_numbers = {
             share.spec.name: number
-            for share, number in members
+            for number, group in enumerate(self.param_groups)
+            for share in group["params"]
             if id(share) in self._mine and share.spec.name in self._owned
         }
 
