@@ -17,6 +17,7 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.params.write_audit import WORDS
 from thinwire.sharding.runtime.runtime import Runtime
 
 Sums = dict[str, int]
@@ -25,9 +26,6 @@ Sums = dict[str, int]
 SUMS: Final[Typed[Sums]] = Typed(Sums)
 
 _GRADIENT: Final = "gradients"
-
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes, as which values are added up."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,6 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
     """The bits of tensors, added up as integers."""
     total = 0
     for tensor in tensors:
-        words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
+        words = tensor.detach().reshape(-1).view(WORDS[tensor.itemsize])
         total += int(words.sum(dtype=torch.int64))
     return total

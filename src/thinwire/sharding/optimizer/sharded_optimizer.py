@@ -60,8 +60,8 @@ def clip_grad_norm_(
 
 
 class ShareOptimizer(torch.optim.Optimizer):
-    """An optimizer of which this rank has a share. It refuses what torch would answer for that share only. Subclasses take over the groups of others, and call no constructor
-    of torch, which would copy them."""
+    """An optimizer of which this rank has a share; it refuses what torch would answer for that share only. Subclasses
+    take over the groups of others, and call no constructor of torch, which would copy them."""
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse to make a state dict, which would hold only this rank's share."""
