@@ -27,10 +27,9 @@ from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.home import HomeStream
-from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Body, Ticket, Worker
+from thinwire.sharding.lanes.worker import Body, Recorder, Ticket, Worker
 
 __all__ = ["Lanes", "Load", "Ticket"]
 
