@@ -152,7 +152,7 @@ REASONS: Final[dict[str, str]] = {
     "sharding/step/passes.py: Passes.note_plain: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes.pre_forward: unit.join_spread() -> unit": _READ_WAITS,
     "sharding/step/passes.py: Passes._evaluate: unit.join_spread() -> unit": _READ_WAITS,
-    "sharding/step/step_check.py: GradientNorm._norms_of_units: self._reducer.join() -> self._reducer": (
+    "sharding/step/step_check.py: StepCheck._norms_of_units: self._reducer.join() -> self._reducer": (
         "the loop waits for each reduction; waiting for all of them at once takes fewer calls"
     ),
     "collectives/links/streams.py: CudaStreams.synchronize: torch.cuda.synchronize(self._device) -> torch.cuda": (

@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultAllocMixin,
-    DefaultReduceScatter,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import UsageError
@@ -44,23 +39,23 @@ def _compressed(codecs: AxisCodecs, min_numel: int, nodes: int | None) -> _Compr
     return of
 
 
-class CompressedAllGather(DefaultAllocMixin, AllGather):
+class CompressedAllGather(DefaultAllGather):
     """Encoded all-gather for ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
 
     def __init__(self, compressed: _Compressed) -> None:
-        self._compressed, self._gather = compressed, DefaultAllGather()
+        self._compressed = compressed
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return self._gather(output_tensor, input_tensor, self._compressed(group), async_op)
+        return super().__call__(output_tensor, input_tensor, self._compressed(group), async_op)
 
 
-class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
+class CompressedReduceScatter(DefaultReduceScatter):
     """Encoded reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it everywhere."""
 
     def __init__(self, compressed: _Compressed) -> None:
-        self._compressed, self._scatter = compressed, DefaultReduceScatter()
+        self._compressed = compressed
 
     def __call__(
         self,
@@ -69,8 +64,8 @@ class CompressedReduceScatter(DefaultAllocMixin, ReduceScatter):
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        return self._scatter(output_tensor, input_tensor, self._compressed(group), op, async_op)
+    ) -> dist.Work:
+        return super().__call__(output_tensor, input_tensor, self._compressed(group), op, async_op)
 
 
 def compress_fsdp(

@@ -96,15 +96,13 @@ class EncodingGate:
     def choose(
         self, operation: Operation, tensor: torch.Tensor, numel: int, opts: Any = None
     ) -> tuple[Codec | None, str]:
-        """Choose the codec of a tensor: the codec and an empty string, or ``None`` and the reason.
+        """Choose the codec of a tensor, for an operation that :meth:`encodes`: the codec and an empty string, or
+        ``None`` and the reason.
 
         Raises:
             UsageError: The codec does not work on the tensor's device.
         """
-        spec = self._specs[operation]
-        if spec.is_none:
-            return None, ""
-        codec, why = self._codec(spec, tensor.dtype, numel, tensor.device)
+        codec, why = self._codec(self._specs[operation], tensor.dtype, numel, tensor.device)
         if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"
         if not why and is_exact():

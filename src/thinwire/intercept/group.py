@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -144,10 +145,7 @@ class CompressingGroup(PlainGroup):
         return self._all_reduce_many(tensors, opts, self._inner.allreduce_coalesced)
 
     def _all_reduce_many(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_reduce(tensors[i], codec, opts)
-
-        return self._each("reduce", encode, "all_reduce", call, [tensors], opts)
+        return self._each("reduce", self._encoded_reduce, "all_reduce", call, [tensors], opts)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = reduction_options(ReduceScatterOptions, opts)
@@ -163,8 +161,8 @@ class CompressingGroup(PlainGroup):
         """Several such operations in one call."""
         opts = reduction_options(ReduceScatterOptions, opts)
 
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_scatter(outputs[i], [tensors[i]], codec, opts)
+        def encode(output: torch.Tensor, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
+            return self._encoded_scatter(output, [tensor], codec, opts)
 
         call = self._inner_call("reduce_scatter_single_coalesced")
         return self._each("reduce", encode, "reduce_scatter", call, [outputs, tensors], opts)
@@ -196,8 +194,8 @@ class CompressingGroup(PlainGroup):
         """Several such operations in one call."""
         opts = options(AllgatherOptions, opts)
 
-        def encode(i: int, codec: Codec) -> dist.Work:
-            return self._encoded_gather([outputs[i]], tensors[i], codec, opts)
+        def encode(output: torch.Tensor, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
+            return self._encoded_gather([output], tensor, codec, opts)
 
         call = self._inner_call("all_gather_single_coalesced")
         return self._each("gather", encode, "all_gather", call, [outputs, tensors], opts)
@@ -246,6 +244,8 @@ class CompressingGroup(PlainGroup):
 
         (output,), (tensor,) = encoded.arrived([output]), encoded.arrived([tensor])
         return self._run(body, [output], [tensor], waits=not getattr(rest[0] if rest else None, "asyncOp", True))
+
+    alltoall_base: Any = all_to_all_single  # an older name
 
     def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
         """The pieces of a tensor, and the codecs of those that other ranks have or get."""
@@ -374,7 +374,7 @@ class CompressingGroup(PlainGroup):
     def _each(
         self,
         operation: Operation,
-        encode: Callable[[int, Codec], dist.Work],
+        encode: Callable[..., dist.Work],
         name: str,
         call: Callable[..., dist.Work],
         lists: Sequence[Sequence[torch.Tensor]],
@@ -384,7 +384,8 @@ class CompressingGroup(PlainGroup):
         codec are encoded one by one, and the others forwarded together."""
         reduces = opts if operation == "reduce" else None
         choices = [self._choose(operation, tensor, opts=reduces) for tensor in lists[-1]]
-        works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
+        rows = zip(*lists, strict=True)
+        works = [encode(*row, codec, opts) for row, (codec, _) in zip(rows, choices, strict=True) if codec is not None]
         plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
         if plain or not choices:
             rest = [[tensors[i] for i in plain] for tensors in lists]
@@ -393,20 +394,15 @@ class CompressingGroup(PlainGroup):
 
     def _encoded_reduce(self, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
         scale, codecs = self._scale(opts), self._gate.hops(codec, tensor, tensor.numel())
-
-        def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.all_reduce(axis, tensor, scale, codecs, seed)
-
         (tensor,) = encoded.arrived([tensor])
+        body = functools.partial(encoded.all_reduce, tensor=tensor, scale=scale, codecs=codecs)
         return self._perform("all_reduce", codec, body, [tensor], [], tensor.nbytes, opts)
 
     def _encoded_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
     ) -> dist.Work:
-        def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.all_gather(axis, outputs, tensor, codec, seed)
-
         outputs, (tensor,) = encoded.arrived(outputs), encoded.arrived([tensor])
+        body = functools.partial(encoded.all_gather, outputs=outputs, tensor=tensor, codec=codec)
         return self._perform("all_gather", codec, body, outputs, [tensor], tensor.nbytes, opts)
 
     def _encoded_scatter(
@@ -414,31 +410,28 @@ class CompressingGroup(PlainGroup):
     ) -> dist.Work:
         nbytes = output.nbytes * len(self._ranks)
         scale, codecs = self._scale(opts), self._gate.hops(codec, output, output.numel() * len(self._ranks))
-
-        def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.reduce_scatter(axis, output, inputs, scale, codecs, seed)
-
         (output,), inputs = encoded.arrived([output]), encoded.arrived(inputs)
+        body = functools.partial(encoded.reduce_scatter, output=output, inputs=inputs, scale=scale, codecs=codecs)
         return self._perform("reduce_scatter", codec, body, [output], inputs, nbytes, opts)
 
     def _perform(
         self,
         operation: str,
         codec: Codec,
-        call: Callable[[MembersAxis, int | None], None],
+        call: Callable[..., None],
         results: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         nbytes: int,
         opts: Any,
     ) -> dist.Work:
-        """Perform an encoded operation, of a tensor of ``nbytes``: on a stream of the group; or without streams on its
-        thread, or on this one if the caller waits for it anyway."""
+        """Perform an encoded operation, which takes an axis and a ``seed``, of a tensor of ``nbytes``: on a stream of
+        the group; or without streams on its thread, or on this one if the caller waits for it anyway."""
         seed, device, nodes = self._seed(codec), results[0].device, self._gate.nodes
 
         def body() -> None:
             axis = self._joined_members(device, nodes)
             inside, across = axis.inside.sent, axis.across.sent
-            call(axis, seed)
+            call(axis, seed=seed)
             inside, across = axis.inside.sent - inside, axis.across.sent - across
             plain = self._plain_bytes(operation, nbytes)
             self._ledger.add(operation, str(codec.spec), plain, inside + across, across=across)

@@ -124,13 +124,6 @@ class PlainGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
         return self._pass_on("all_to_all", tensors, self._inner.alltoall, outputs, tensors, *opts)
 
-    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
-        return self._pass_on("all_to_all", [tensor], self._inner_call("all_to_all_single"), output, tensor, *rest)
-
-    def alltoall_base(self, *args: Any) -> dist.Work:
-        """An older name of :meth:`all_to_all_single`."""
-        return self.all_to_all_single(*args)
-
     def allgather_coalesced(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
         """Gathers lists of tensors from every rank. Nothing in torch uses this form any more."""
         return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)

@@ -10,8 +10,7 @@ import torch
 
 from thinwire.collectives.group import Control
 from thinwire.errors import UsageError
-from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, adjust
-from thinwire.sharding.optimizer.share_optimizer import ShareOptimizer
+from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, ShareOptimizer, adjust
 from thinwire.sharding.step.loss_scale import LossScale
 
 

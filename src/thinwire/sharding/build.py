@@ -23,8 +23,8 @@ from thinwire.sharding.checks import (
     check_host_memory,
     check_input_gradients,
     check_modules,
-    check_overrides,
     check_parameters,
+    check_patterns,
     check_supported,
     is_lone_linear,
     place_on,
@@ -33,8 +33,7 @@ from thinwire.sharding.checks import (
 from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
-from thinwire.sharding.lanes.lanes import Lanes
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Lanes, Load
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart, slice_of
@@ -47,7 +46,7 @@ from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import GatherLink
 from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs, check_exclusions
+from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter
 from thinwire.sharding.runtime.runtime import Runtime, attach
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -190,9 +189,8 @@ def _agreed_modules(
             refuse_shared_memory(model)
         check_modules(model, plan)
         modules = discover(model, selection, plan.granularity, lambda name: plan.override(name).granularity)
-        check_overrides(plan, modules)
+        check_patterns(plan, modules)
         check_input_gradients(plan, model, modules)
-        check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
         infos = unit_infos(modules, plan, 0)
         check_live(plan, infos)
         exchanged_units(plan, infos, 0)

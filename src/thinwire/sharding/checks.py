@@ -98,7 +98,7 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
         except SpecError as error:
             problems += [f"placement = {list(plan.placement)}: {problem}" for problem in error.problems]
     if problems:
-        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+        raise _unsuitable(plan, problems)
 
 
 def place_on(device: torch.device | None, model: nn.Module, values: InitialValues) -> str:
@@ -304,16 +304,21 @@ def check_agreement(
             )
 
 
-def check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
-    """Refuse a plan with exceptions that match no unit and no block; the error names their patterns."""
+def check_patterns(plan: Plan, modules: Sequence[UnitModules]) -> None:
+    """Refuse a plan with exceptions that match no unit and no block, or exclusions that match no parameter.
+
+    Raises:
+        SpecError: Some patterns match nothing; the error names them.
+    """
     names = {name for unit in modules for name in (unit.name, unit.list_element)}
-    idle = [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]
-    if idle:
+    if idle := [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]:
         example = next((name for name in sorted(names) if name), "")
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
-            [f"units: match = {match!r} matches no unit; names look like {example!r}" for match in idle],
-        )
+        problem = "units: match = {!r} matches no unit; names look like {!r}"
+        raise _unsuitable(plan, [problem.format(match, example) for match in idle])
+    parameters = [name for unit in modules for name, _ in unit.parameters]
+    if idle := [pattern for pattern in plan.wire.exclude if not fnmatch.filter(parameters, pattern)]:
+        problem = "wire.exclude: {!r} matches no parameter; names look like {!r}"
+        raise _unsuitable(plan, [problem.format(pattern, parameters[0]) for pattern in idle])
 
 
 def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitModules]) -> None:
@@ -322,13 +327,15 @@ def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitMo
         finer = (
             "" if plan.granularity == "module" else "set granularity = 'module', whose units are single modules, or "
         )
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
-            [
-                f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
-                f"own, with granularity = {plan.granularity!r}; {finer}set overlap.input_gradient = false"
-            ],
+        problem = (
+            f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
+            f"own, with granularity = {plan.granularity!r}; {finer}set overlap.input_gradient = false"
         )
+        raise _unsuitable(plan, [problem])
+
+
+def _unsuitable(plan: Plan, problems: Sequence[str]) -> SpecError:
+    return SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
 
 def is_lone_linear(unit: UnitModules) -> bool:

@@ -16,8 +16,8 @@ from typing import Final
 import torch
 
 from thinwire.agreement import Typed
-from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.params.write_audit import WORDS
 from thinwire.sharding.runtime.runtime import Runtime
 
 Sums = dict[str, int]
@@ -26,9 +26,6 @@ Sums = dict[str, int]
 SUMS: Final[Typed[Sums]] = Typed(Sums)
 
 _GRADIENT: Final = "gradients"
-
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes, as which values are added up."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     runtime.join()
     found: Sums = {}
     sharded = runtime.sharded
-    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
         pieces = " ".join(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
@@ -67,7 +63,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
         if own:
             found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
             found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
-        found[f"parameters|{unit.name}|{shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
+        found[f"parameters|{unit.name}|{sharded.shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
     return found
 
 
@@ -110,6 +106,6 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
     """The bits of tensors, added up as integers."""
     total = 0
     for tensor in tensors:
-        words = tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
+        words = tensor.detach().reshape(-1).view(WORDS[tensor.itemsize])
         total += int(words.sum(dtype=torch.int64))
     return total

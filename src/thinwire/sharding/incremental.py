@@ -83,7 +83,7 @@ def _dissolve(runtime: Runtime) -> None:
         undo()
     for unit in runtime.units:
         for buffer in unit.buffers:
-            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            for slot, parameter in buffer.named:
                 set_local([parameter], [wholes[slot.name]])
                 forget_share(parameter)
     sharded = runtime.sharded

@@ -19,7 +19,6 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.memory import allocate
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.optimizer_shards import fragments_of
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
@@ -131,8 +130,7 @@ def _grow(runtime: Runtime, names: Set[str], chosen: Sequence[tuple[Unit, FlatBu
     units = {unit.index: unit for unit, _ in chosen}
     for unit in units.values():
         _lay_out(unit, [buffer for owner, buffer in chosen if owner is unit], sharded)
-    shard, share = sharded.axes[Axis.PARAMS, Lane.REDUCE].index, sharded.axes[Axis.SHARD, Lane.REDUCE].index
-    owned = [one for _, buffer, part in grown for one in fragments_of(buffer, part, shard, share)]
+    owned = [one for _, buffer, part in grown for one in fragments_of(buffer, part, sharded.shard, sharded.share)]
     sharded.fragments.extend(owned)
     sharded.fragments.sort(key=lambda one: (one.unit, one.slot))
     gradients = sorted(sharded.gradients.items())
@@ -150,8 +148,7 @@ def _grow(runtime: Runtime, names: Set[str], chosen: Sequence[tuple[Unit, FlatBu
 
 def _train(buffer: FlatBuffer, unit: Unit, sharded: ShardedModel) -> UnitGradient:
     """Give a buffer masters and a gradient."""
-    plan, device = sharded.plan, sharded.device
-    share = sharded.axes[Axis.SHARD, Lane.REDUCE].index
+    plan, device, share = sharded.plan, sharded.device, sharded.share
     (shares,) = share_out([buffer.layout], plan, sharded.position)
     buffer.train(shares, share, apart=has_own_masters(buffer.layout, plan))
     dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)

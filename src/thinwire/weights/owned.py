@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from thinwire.program import Axis, Lane
 from thinwire.program.wire import rounds_parameters
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.stored_parameters import frozen, persistent_buffers
@@ -53,11 +52,11 @@ def _owned(runtime: Runtime) -> Iterator[_Part]:
         runtime.join_spreads()  # until then, this rank does not hold what it owns as others get it
     if sharded.part.data.island:
         return  # the first island publishes
-    first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_replica = sharded.is_first_replica
     for owned in sharded.fragments if first_replica else ():
         slot = owned.fragment.slot
         yield slot.name, slot.shape, owned.fragment.offset, owned.held
-    if first_replica and sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0:
+    if first_replica and sharded.share == 0:
         for buffer, slot, offset, run in frozen(sharded):
             yield slot.name, slot.shape, offset, buffer.values(run)
     if sharded.rank == 0:

@@ -28,7 +28,7 @@ from thinwire.agreement import Typed
 from thinwire.codecs.delta import NUMBERS, Delta
 from thinwire.errors import CollectiveError, WireError
 from thinwire.sharding.memory.local import Slice
-from thinwire.sharding.tensors.boxes import boxes
+from thinwire.sharding.tensors.spec import boxes
 
 Kind = Literal["delta", "anchor"]
 

@@ -276,7 +276,7 @@ def _are_busy(states: Sequence[_State]) -> bool:
 def _refuse_packed(runtimes: Sequence[Runtime]) -> None:
     for unit in (unit for runtime in runtimes for unit in runtime.units):
         for buffer in unit.buffers:
-            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            for slot, parameter in buffer.named:
                 if is_packed(parameter):
                     raise UsageError(
                         f"publisher(): {slot.name} holds codes of bitsandbytes, whose scales are no tensors of the "

@@ -31,8 +31,8 @@ from thinwire.collectives.job.rollcall import (
     place_key,
 )
 from thinwire.errors import MismatchError
-from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
+from thinwire.sharding.lanes.worker import Recorder
 from thinwire.testing import RankPool
 
 pytestmark = pytest.mark.ranks

@@ -25,7 +25,7 @@ import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.sharding.corruption_check import sums_of
 from thinwire.sharding.lanes import stream_workers
-from thinwire.sharding.lanes.recorder import Recorder
+from thinwire.sharding.lanes.worker import Recorder
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
 from thinwire.testing.simulated import Answer, SimulatedStream, SimulatedStreams

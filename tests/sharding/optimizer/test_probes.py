@@ -11,13 +11,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
-from thinwire.sharding.optimizer.probes import (
-    distinct_options,
-    options_tell_all,
-    refuse_per_tensor,
-    states_are_alike,
-    updates_in_parts,
-)
+from thinwire.sharding.optimizer.probes import Trial, distinct_options, options_tell_all, states_are_alike
 
 CPU = torch.device("cpu")
 
@@ -35,16 +29,16 @@ class GpuOnly(torch.optim.SGD):
 
 def test_the_error_of_an_optimizer_is_shown() -> None:
     with pytest.raises(UsageError, match=r"^GpuOnly does not update .* on cpu.*: this optimizer works on GPU tensors$"):
-        refuse_per_tensor(GpuOnly, {"lr": 0.1}, {}, CPU)
-    refuse_per_tensor(torch.optim.SGD, {"lr": 0.1}, {}, CPU)
+        Trial(GpuOnly, {"lr": 0.1}, {}, CPU).refuse_per_tensor()
+    Trial(torch.optim.SGD, {"lr": 0.1}, {}, CPU).refuse_per_tensor()
 
 
 def test_trials_run_on_the_device_of_the_model() -> None:
     meta = torch.device("meta")  # the only other device of every machine; it has no values that could be compared
     with pytest.raises(NotImplementedError, match="Meta"):
-        updates_in_parts(GpuOnly, {"lr": 0.1}, {}, meta)
-    assert not updates_in_parts(GpuOnly, {"lr": 0.1}, {}, CPU)
-    assert updates_in_parts(torch.optim.SGD, {"lr": 0.1}, {}, CPU)
+        Trial(GpuOnly, {"lr": 0.1}, {}, meta).updates_in_parts()
+    assert not Trial(GpuOnly, {"lr": 0.1}, {}, CPU).updates_in_parts()
+    assert Trial(torch.optim.SGD, {"lr": 0.1}, {}, CPU).updates_in_parts()
 
 
 class ByRatio(torch.optim.Optimizer):
@@ -66,8 +60,8 @@ def test_options_of_groups_are_tried() -> None:
     groups = [{"params": ["*.weight"], "lr": rate, "adapt": True} for rate in (0.1, 0.2)]
     assert distinct_options(groups) == [{}, {"lr": 1e-3, "adapt": True}]
     with pytest.raises(UsageError, match=r"^ByRatio updates whole tensors"):
-        refuse_per_tensor(ByRatio, {"lr": 0.1}, groups[0], CPU)
-    refuse_per_tensor(ByRatio, {"lr": 0.1}, {}, CPU)
+        Trial(ByRatio, {"lr": 0.1}, groups[0], CPU).refuse_per_tensor()
+    Trial(ByRatio, {"lr": 0.1}, {}, CPU).refuse_per_tensor()
 
 
 class Lookahead(torch.optim.SGD):
@@ -86,7 +80,7 @@ class Lookahead(torch.optim.SGD):
 
 
 def test_one_that_counts_its_calls_is_called_once_for_each_step() -> None:
-    assert not updates_in_parts(Lookahead, {"lr": 0.1}, {}, CPU)
+    assert not Trial(Lookahead, {"lr": 0.1}, {}, CPU).updates_in_parts()
     fragment: Any = SimpleNamespace(value=nn.Parameter(torch.ones(4)))
     optim = Lookahead([fragment.value], lr=0.1)
     assert make_state(InnerOptimizer(optim, [fragment], [[]])) == [fragment]

@@ -85,12 +85,7 @@ def trained(plan: tw.Plan, kind: type[torch.optim.Optimizer], options: dict[str,
     for unit in runtime(model).units:
         for number, buffer in enumerate(unit.buffers):
             found[f"{unit.name}.{number}"] = buffer.shard.clone()
-    for name, share in model.named_parameters():
-        found[f"master {name}"] = share.to_local().clone()
-    for owned in optim.fragments:
-        for key, value in optim.state.get(owned.value, {}).items():
-            found[f"{owned.fragment.slot.name} {key}"] = torch.as_tensor(value).clone()
-    return found
+    return found | held(model, optim)
 
 
 def differences(

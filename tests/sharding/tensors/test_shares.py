@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vect
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.sharding.tensors.boxes import boxes
+from thinwire.sharding.tensors.spec import boxes
 from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.testing import run_ranks
 

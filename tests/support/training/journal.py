@@ -17,7 +17,7 @@ import torch
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Event, Lane
 from thinwire.sharding.lanes import lanes, stream_workers, thread_workers
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.sharding.step import step_check

@@ -34,11 +34,6 @@ _BLOCK: Final = 32 << 20
 """Bytes that come from a device at a time."""
 
 
-def place_of(frozen: str | Path | None, path: Path) -> Path | None:
-    """Where a save at ``path`` keeps frozen parameters, ``None`` for nowhere; see :func:`thinwire.save`."""
-    return None if frozen == REFERENCE else path.parent if frozen is None else directory_of(frozen).absolute()
-
-
 @dataclass(frozen=True)
 class _Piece:
     """A rank's piece of a vector: ``numel`` elements of ``dtype`` from ``offset`` on, and their CRC-32."""
@@ -84,18 +79,22 @@ class _Known:
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
-def base_for(model: nn.Module, place: Path | None, vectors: Mapping[str, ShardedVector], ranks: Control) -> Base | None:
+def base_for(
+    model: nn.Module, frozen: str | Path | None, path: Path, vectors: Mapping[str, ShardedVector], ranks: Control
+) -> Base | None:
     """What a save does with frozen parameters. Collective.
 
     Args:
         model: The first part of the model that is saved.
-        place: Directory that keeps them; ``None`` if they are only referred to.
+        frozen: What the user said about them; see :func:`thinwire.save`.
+        path: Directory of the checkpoint.
         vectors: This rank's pieces of them, by key.
         ranks: The ranks that save together.
 
     Returns:
         The base to write or to refer to; ``None`` without frozen parameters.
     """
+    place = path.parent if frozen is None else None if frozen == REFERENCE else directory_of(frozen).absolute()
     known = _known.setdefault(model, _Known())
     contents = _contents(vectors, known.crc_of, ranks)
     if not contents:

@@ -36,10 +36,9 @@ from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
-from thinwire.program import Axis, Lane
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
-from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save, place_of
+from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save
 from thinwire.sharding.checkpointing.manifest_values import check_values
 from thinwire.sharding.checkpointing.names import renamed, stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
@@ -83,7 +82,7 @@ def save(
     path, ranks = directory_of(path), savers(parts)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, path, extra)
-    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
+    base = base_for(parts[0][0], frozen, path, shared, ranks)
     try:
         store.write(path, vectors, values, control=ranks, base=base)
     except BaseException:
@@ -129,7 +128,7 @@ def start_saving(
         _refuse_beside_hanging(path, ranks)
     vectors, values, shared = _collect(parts, path, extra)
     path = path.absolute()  # the program may go to another directory while this one writes
-    base = base_for(parts[0][0], place_of(frozen, path), shared, ranks)
+    base = base_for(parts[0][0], frozen, path, shared, ranks)
     if ranks.ranks not in _writers:
         before = len(_given_up.get(ranks.ranks, ()))
         beside = control_beside(f"checkpoint-{before}" if before else "checkpoint", ranks.ranks)
@@ -224,7 +223,7 @@ def frozen_masters(runtime: Runtime) -> list[str]:
         for unit in runtime.units
         for buffer in unit.buffers
         if buffer.layout.trainable
-        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+        for slot, compute in buffer.named
         if not compute.requires_grad
     ]
 
@@ -233,7 +232,7 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
     sharded, reducer, exchanges, means = runtime.sharded, runtime.reducer, runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
-    first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_replica = sharded.is_first_replica
     fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
     for name, buffer in persistent_buffers(sharded.model):
         value = buffer.reshape(-1) if sharded.rank == island == 0 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import NUMBERS, cut_states, stand_in
 from thinwire.sharding.runtime.runtime import sharded_of
-from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
@@ -22,74 +21,32 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 """What trains a model: an optimizer, or several that update different parameters; ``None`` leaves their states out."""
 
 
-class FragmentStates(Protocol):
-    """The states of a model's optimizers, by the fragments of this rank.
+class ShareStates:
+    """The states of optimizers over shares, as far as they are of one model's, as a ``ShardedOptimizer`` gives its own.
+    Each state lies in the same memory as in its optimizer.
 
     Attributes:
-        loss_scale: Scale of the losses; ``None`` without one.
-    """
-
-    loss_scale: LossScale | None
-
-    @property
-    def kind(self) -> str:
-        """Names of the classes."""
-
-    @property
-    def fragments(self) -> Sequence[OwnedFragment]:
-        """All fragments that this rank updates."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers."""
-
-    @property
-    def group_numbers(self) -> dict[str, int]:
-        """The number of a parameter's group, by the parameter's name, for those of which this rank has a fragment."""
-
-    @property
-    def state(self) -> Any:
-        """State of each fragment, by its value."""
-
-    def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
-        """What is kept for a fragment."""
-
-    def make_state(self, names: Set[str]) -> list[OwnedFragment]:
-        """Allocate missing state of the parameters with these names; returns the fragments that had none."""
-
-    def take(self) -> None:
-        """Give the states, which were loaded, to the optimizers."""
-
-
-def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None:
-    """The states of a model's optimizers, as checkpoints hold them.
-
-    Raises:
-        UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
-    """
-    if optimizers is None or isinstance(optimizers, ShardedOptimizer):
-        return optimizers
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    if len(given) == 1 and isinstance(given[0], ShardedOptimizer):
-        return given[0]
-    return ShareStates(model, given) if given else None
-
-
-class ShareStates:
-    """The states of optimizers over shares, as far as they are of one model's. Each state lies in the same memory as in
-    its optimizer.
+        loss_scale: None of these optimizers has one.
+        fragments: All fragments that this rank updates.
+        state: State of each fragment, by its value.
+        kind: Names of the classes.
+        param_groups: The groups of all optimizers.
+        group_numbers: The number of a parameter's group, by the parameter's name, for those of which this rank has a
+            fragment.
 
     Raises:
         UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.loss_scale: LossScale | None = None
+        self.loss_scale = None
         self.fragments: Sequence[OwnedFragment] = sharded_of(model).fragments
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._optimizers = optimizers
         self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}
         self._mine = {id(parameter) for parameter in model.parameters()}
+        self.kind = "+".join(type(optimizer).__name__ for optimizer in optimizers)
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for optimizer in optimizers:
             if not (shares := self._shares_of(optimizer)):
                 raise UsageError(
@@ -102,33 +59,19 @@ class ShareStates:
                     entries = {key: self._entry(optimizer, share, key, value) for key, value in kept.items()}
                     if owned := self._owned.get(share.spec.name):
                         self.state[owned.value] = entries
-
-    @property
-    def kind(self) -> str:
-        """See :class:`FragmentStates`."""
-        return "+".join(type(optimizer).__name__ for optimizer in self._optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """See :class:`FragmentStates`."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def group_numbers(self) -> dict[str, int]:
-        """See :class:`FragmentStates`."""
-        members = [(share, number) for number, group in enumerate(self.param_groups) for share in group["params"]]
-        return {
+        self.group_numbers = {
             share.spec.name: number
-            for share, number in members
+            for number, group in enumerate(self.param_groups)
+            for share in group["params"]
             if id(share) in self._mine and share.spec.name in self._owned
         }
 
     def state_of(self, owned: OwnedFragment) -> dict[str, Any]:
-        """See :class:`FragmentStates`."""
+        """What is kept for a fragment."""
         return {key: value for key, value in self.state.get(owned.value, {}).items() if value is not None}
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
-        """See :class:`FragmentStates`."""
+        """Allocate missing state of the parameters with these names; returns the fragments that had none."""
         made = []
         for optimizer in self._optimizers:
             shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned.keys() & names]
@@ -145,7 +88,7 @@ class ShareStates:
         return made
 
     def take(self) -> None:
-        """See :class:`FragmentStates`."""
+        """Give the states, which were loaded, to the optimizers."""
         for optimizer in self._optimizers:
             for share in self._shares_of(optimizer):
                 optimizer.state.pop(share, None)
@@ -179,6 +122,24 @@ class ShareStates:
             f"{type(optimizer).__name__} keeps {key!r} for {share.spec.name}, which is neither a number nor of the "
             "parameter's shape, so that thinwire.save cannot cut it: save with torch.distributed.checkpoint"
         )
+
+
+FragmentStates = ShardedOptimizer | ShareStates
+"""The states of a model's optimizers, by the fragments of this rank."""
+
+
+def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None:
+    """The states of a model's optimizers, as checkpoints hold them.
+
+    Raises:
+        UsageError: An optimizer is not the model's, or keeps what a checkpoint cannot hold.
+    """
+    if optimizers is None or isinstance(optimizers, ShardedOptimizer):
+        return optimizers
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    if len(given) == 1 and isinstance(given[0], ShardedOptimizer):
+        return given[0]
+    return ShareStates(model, given) if given else None
 
 
 def _over_share(share: ShardedParameter, owned: OwnedFragment, key: str, value: Any) -> Any:

@@ -16,7 +16,6 @@ from thinwire.checkpoint.manifest import Manifest
 from thinwire.checkpoint.storage import Chunk, ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
-from thinwire.program import Axis, Lane
 from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
@@ -216,11 +215,10 @@ def shapes_of(model: nn.Module) -> dict[str, Json]:
 def frozen(sharded: ShardedModel) -> Iterator[tuple[FlatBuffer, Slot, int, Run]]:
     """Frozen parameters in this rank's P shard: the buffer, the parameter's slot, offset in it, its elements in the
     shard."""
-    shard = sharded.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in sharded.units:
         for buffer in unit.buffers:
             if not buffer.layout.trainable:
-                for slot, offset, run in buffer.layout.pieces(shard):
+                for slot, offset, run in buffer.layout.pieces(sharded.shard):
                     yield buffer, slot, offset, run
 
 
@@ -235,8 +233,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def add_frozen(sharded: ShardedModel, vectors: Vectors) -> None:
     """Add the pieces of frozen parameters that this rank saves for all that hold them."""
-    first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == sharded.axes[Axis.SHARD, Lane.REDUCE].index == 0
-    saves = first and sharded.part.data.island == 0
+    saves = sharded.is_first_replica and sharded.share == 0 and sharded.part.data.island == 0
     for buffer, slot, offset, run in frozen(sharded):
         if buffer.stored is None:
             pieces = [("model", slot.numel, offset, buffer.values(run))]
@@ -249,7 +246,7 @@ def add_frozen(sharded: ShardedModel, vectors: Vectors) -> None:
 def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, torch.dtype]) -> None:
     """Add this rank's pieces of the trained parameters with these keys, rounded to what a save of them would hold if
     they were frozen."""
-    first = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and sharded.part.data.island == 0
+    first = sharded.is_first_replica and sharded.part.data.island == 0
     for owned in sharded.fragments:
         slot, key = owned.fragment.slot, f"model/{owned.fragment.slot.name}"
         if (dtype := dtypes.get(own_slice(sharded, key, slot.name))) is not None:

@@ -14,8 +14,7 @@ from typing import final
 import torch
 
 from thinwire.program import HostLane
-from thinwire.sharding.lanes.lanes import Lanes, Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Lanes, Load, Ticket
 
 
 class Accumulator:

@@ -12,8 +12,7 @@ import torch
 
 from thinwire.program import Axis
 from thinwire.sharding.grads.accumulators import Accumulator
-from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 
 _ALIGNED: Final = 256

@@ -17,7 +17,7 @@ from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.buckets import Bucket, cut
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
 

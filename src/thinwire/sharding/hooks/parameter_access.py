@@ -172,7 +172,7 @@ def watch_reads(
         id(compute): _Entry(slot.name, unit, compute, shares.get(slot.name))
         for unit in units
         for buffer in unit.buffers
-        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+        for slot, compute in buffer.named
     }
     for entry in entries.values():
         if is_plain(entry.compute):

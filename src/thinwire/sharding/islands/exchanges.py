@@ -13,8 +13,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError
 from thinwire.program import Axis, Lane, Stage, due_fragments, exchange_parts, exchanged_units
 from thinwire.sharding.islands.fragment_state import PartState
-from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load, Ticket
 from thinwire.sharding.step.sharded_model import ShardedModel, unknown_progress
 
 
@@ -207,17 +206,16 @@ class Exchanges:
     def _states(self, fragment: int) -> list[PartState]:
         sharded = self._sharded
         replicas: AxisGroup | None = sharded.axes.get((Axis.REPLICA, Lane.OUTER))
-        share = sharded.axes[Axis.SHARD, Lane.REDUCE].index
         infos = [unit.info for unit in sharded.units]
         states = []
-        for part in exchange_parts(sharded.plan, infos, fragment, share):
+        for part in exchange_parts(sharded.plan, infos, fragment, sharded.share):
             buffers = [
                 buffer
                 for unit in part.units
                 for buffer in sharded.units[unit].buffers
                 if buffer.layout.trainable and buffer.layout.encoded is part.encoded
             ]
-            states.append(PartState(part, buffers, share, replicas, self._settings, sharded.codecs.outer))
+            states.append(PartState(part, buffers, sharded.share, replicas, self._settings, sharded.codecs.outer))
         return states
 
     def _start(self, announced: Announced, due: int) -> Pending:

@@ -16,6 +16,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -26,20 +27,36 @@ from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.home import HomeStream
-from thinwire.sharding.lanes.load import Load
-from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Body, Ticket, Worker
+from thinwire.sharding.lanes.worker import Body, Recorder, Ticket, Worker
 
-__all__ = ["Lanes", "Ticket"]
+__all__ = ["Lanes", "Load", "Ticket"]
 
 WATCHED = (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD, Lane.OUTER)
 """Lanes whose waits and work are added up."""
 
-UNNAMED = Load("", Axis.WORLD)
-
 _Locked: TypeAlias = list[tuple[torch.Tensor, Callable[[], None]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Description of a collective's data, and its axis.
+
+    Attributes:
+        label: Name of the collective in timelines.
+        axis: Axis of the mesh that the collective runs along.
+        units: Numbers of the units whose data the collective carries.
+        encoded: Whether the plan's codecs apply to the data.
+    """
+
+    label: str
+    axis: Axis
+    units: tuple[int, ...] = ()
+    encoded: bool = False
+
+
+UNNAMED = Load("", Axis.WORLD)
 
 
 class Lanes:

@@ -11,8 +11,7 @@ import torch
 
 from thinwire.collectives.links.streams import EventPairs, Stream, StreamEvent, Streams
 from thinwire.program.timeline import WAITING
-from thinwire.sharding.lanes.recorder import Recorder
-from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
+from thinwire.sharding.lanes.worker import Body, Recorder, Ticket, Worker, nothing
 
 
 @final

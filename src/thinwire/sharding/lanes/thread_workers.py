@@ -14,8 +14,7 @@ import torch
 
 from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.program.timeline import WAITING
-from thinwire.sharding.lanes.recorder import Recorder
-from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
+from thinwire.sharding.lanes.worker import Body, Recorder, Ticket, Worker, nothing
 
 
 @final

@@ -16,14 +16,7 @@ from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
-from thinwire.sharding.optimizer.probes import (
-    distinct_options,
-    refuse_per_tensor,
-    refuse_unlike_ranks,
-    state_bytes,
-    updates_in_parts,
-    with_fused,
-)
+from thinwire.sharding.optimizer.probes import Trial, distinct_options, state_bytes, with_fused
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.params.param_group import Unit
@@ -112,7 +105,7 @@ def _try_groups(
     """Refuse what :func:`refuse_class` does; returns whether units can be updated one by one."""
     groups, device = list(groups), _updates_on(runtime_of(model).sharded)
     refuse_class(model, optimizer_class, options, groups)
-    return all(updates_in_parts(optimizer_class, options, group, device) for group in distinct_options(groups))
+    return all(Trial(optimizer_class, options, group, device).updates_in_parts() for group in distinct_options(groups))
 
 
 def refuse_class(
@@ -137,10 +130,11 @@ def refuse_class(
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     for group in distinct_options(groups):
+        trial = Trial(optimizer_class, options, group, device)
         if plan.world > 1:
-            refuse_unlike_ranks(optimizer_class, options, group, device, cut=plan.optimizer.ranks > 1)
+            trial.refuse_unlike_ranks(cut=plan.optimizer.ranks > 1)
         if cut or sharded.part.tensor_ranks > 1:
-            refuse_per_tensor(optimizer_class, options, group, device)
+            trial.refuse_per_tensor()
 
 
 def _updates_on(sharded: ShardedModel) -> torch.device:
@@ -161,7 +155,7 @@ def _group(
         The groups; for each what it shows: its trained parameters, in the order of units; and the numbers of the
         given groups, by name of the parameter.
     """
-    names = {id(p): s.name for u in units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    names = {id(p): slot.name for unit in units for buffer in unit.buffers for slot, p in buffer.named}
     names |= {id(share): name for name, share in shares.items()}
     every_name = list(names.values())
     group_of: dict[str, int] = {}

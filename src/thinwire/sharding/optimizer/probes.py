@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,47 +27,6 @@ def distinct_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
     return list({repr(options): options for options in ({}, *map(_for_trial, added))}.values())
 
 
-def refuse_per_tensor(
-    optimizer_class: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    device: torch.device,
-) -> None:
-    """Refuse an optimizer whose update of a tensor differs from the updates of the tensor's parts.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        options: Options of the optimizer.
-        group: Options of a parameter group.
-        device: Device of the trial.
-
-    Raises:
-        UsageError: The optimizer needs whole tensors, or fails by itself.
-    """
-    with _seeded(device):
-        start, grads = _drawn(8, 6, device=device), _drawn(2, 8, 6, device=device)
-    whole = nn.Parameter(start.clone())
-    parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
-    try:
-        _tried(optimizer_class, options, group, [whole], [[g] for g in grads])
-    except _REFUSALS as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"{optimizer_class.__name__} does not update a matrix of 8 x 6 on {device}, on which thinwire tries "
-            f"optimizers: {reason}"
-        ) from error
-    try:
-        _tried(optimizer_class, options, group, parts, [g.view(-1).split([20, 28]) for g in grads])
-        elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
-    except _REFUSALS:
-        elementwise = False
-    if not elementwise:
-        raise UsageError(
-            f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
-            "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
-        )
-
-
 def has_modes(optimizer: Any) -> bool:
     """Whether an optimizer steps in ``train()`` and swaps an average into the parameters in ``eval()``, as
     schedule-free ones do."""
@@ -78,80 +38,138 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def refuse_unlike_ranks(
-    optimizer_class: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    device: torch.device,
-    *,
-    cut: bool,
-) -> None:
-    """Refuse an optimizer whose updates would differ from rank to rank.
+@dataclass(frozen=True)
+class Trial:
+    """Tries a class of optimizers, made with these options, on small parameters of a device.
 
-    Args:
+    Attributes:
         optimizer_class: Class of the optimizer.
         options: Options of the optimizer.
         group: Options of a parameter group.
         device: Device of the trial.
-        cut: Whether ranks own different parameters.
-
-    Raises:
-        UsageError: The optimizer draws random numbers, or its update of a parameter depends on gradients of others.
     """
-    remedy = (
-        f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
-        "numbers and norms are those of whole tensors"
-    )
 
-    def updated(*, seed: int = 0, other: float = 1.0) -> torch.Tensor | None:
+    optimizer_class: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    group: Mapping[str, Any]
+    device: torch.device
+
+    def refuse_per_tensor(self) -> None:
+        """Refuse an optimizer whose update of a tensor differs from the updates of the tensor's parts.
+
+        Raises:
+            UsageError: The optimizer needs whole tensors, or fails by itself.
+        """
+        name = self.optimizer_class.__name__
+        with _seeded(self.device):
+            start, grads = self._drawn(8, 6), self._drawn(2, 8, 6)
+        whole = nn.Parameter(start.clone())
+        parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
+        try:
+            self._step([whole], [[g] for g in grads])
+        except _REFUSALS as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"{name} does not update a matrix of 8 x 6 on {self.device}, on which thinwire tries optimizers: "
+                f"{reason}"
+            ) from error
+        try:
+            self._step(parts, [g.view(-1).split([20, 28]) for g in grads])
+            elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
+        except _REFUSALS:
+            elementwise = False
+        if not elementwise:
+            raise UsageError(
+                f"{name} updates whole tensors, but the plan's partition = 'intra' (or sharded parameters, or tp) cuts "
+                "them: use partition = 'inter' with params = 1x1 and tp = 1"
+            )
+
+    def refuse_unlike_ranks(self, *, cut: bool) -> None:
+        """Refuse an optimizer whose updates would differ from rank to rank.
+
+        Args:
+            cut: Whether ranks own different parameters.
+
+        Raises:
+            UsageError: The optimizer draws random numbers, or its update of a parameter depends on gradients of others.
+        """
+        name = self.optimizer_class.__name__
+        remedy = (
+            f"make it yourself, {name}(model.parameters(), ...): over shares, ranks draw the same "
+            "numbers and norms are those of whole tensors"
+        )
+        first = self._first_of_two()
+        if first is None:
+            return
+        again = self._first_of_two(seed=1)
+        if again is not None and not torch.equal(first, again):
+            raise UsageError(f"{name} draws random numbers, which differ from rank to rank; {remedy}")
+        coupled = self._first_of_two(other=100.0) if cut else None
+        if coupled is not None and not torch.equal(first, coupled):
+            raise UsageError(
+                f"{name} updates a parameter by other parameters' gradients, as a norm over all of them does, and each "
+                f"rank sees its share only; {remedy}"
+            )
+
+    def _first_of_two(self, *, seed: int = 0, other: float = 1.0) -> torch.Tensor | None:
         """The first of two parameters after two updates; ``None`` if the optimizer refuses the trial. ``seed`` is that
         of the numbers it may draw, and ``other`` a factor for the gradients of the second parameter."""
-        with _seeded(device):
-            start, grads = _drawn(2, 8, 6, device=device), _drawn(2, 2, 8, 6, device=device)
+        with _seeded(self.device):
+            start, grads = self._drawn(2, 8, 6), self._drawn(2, 2, 8, 6)
             pair = [nn.Parameter(part.clone()) for part in start]
-            seed_generators(device, seed)
+            seed_generators(self.device, seed)
             try:
-                _tried(optimizer_class, options, group, pair, [[one, two * other] for one, two in grads])
+                self._step(pair, [[one, two * other] for one, two in grads])
             except _REFUSALS:
                 return None
         return pair[0].detach()
 
-    first = updated()
-    if first is None:
-        return
-    again = updated(seed=1)
-    if again is not None and not torch.equal(first, again):
-        raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
-    coupled = updated(other=100.0) if cut else None
-    if coupled is not None and not torch.equal(first, coupled):
-        raise UsageError(
-            f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
-            f"them does, and each rank sees its share only; {remedy}"
-        )
+    def updates_in_parts(self) -> bool:
+        """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does
+        not hold for optimizers that count their calls, even if the counter matters later only, or combine all
+        parameters."""
+        with _seeded(self.device):
+            start, grads = self._drawn(2, 8, 6), self._drawn(3, 2, 8, 6)
+        together = [nn.Parameter(part.clone()) for part in start]
+        apart = [nn.Parameter(part.clone()) for part in start]
+        try:
+            one_call = self._step(together, list(grads))
+            halves = [step for one, other in grads for step in ((one, None), (None, other))]
+            two_calls = self._step(apart, halves)
+        except _REFUSALS:
+            return False
+        if list(_numbers(one_call)) != list(_numbers(two_calls)):
+            return False
+        return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
 
+    def kept_of_one(self) -> list[Any] | None:
+        """What the optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
+        parameter = _one_parameter(self.device)
+        try:
+            optimizer = self._step([parameter], [[torch.ones_like(parameter)]])
+        except _REFUSALS:
+            return None
+        return list(optimizer.state[parameter].values())
 
-def updates_in_parts(
-    optimizer_class: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    device: torch.device,
-) -> bool:
-    """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
-    hold for optimizers that count their calls, even if the counter matters later only, or combine all parameters. The
-    trial runs on ``device``."""
-    with _seeded(device):
-        start, grads = _drawn(2, 8, 6, device=device), _drawn(3, 2, 8, 6, device=device)
-    together = [nn.Parameter(part.clone()) for part in start]
-    apart = [nn.Parameter(part.clone()) for part in start]
-    try:
-        one_call = _tried(optimizer_class, options, group, together, list(grads))
-        halves = [step for one, other in grads for step in ((one, None), (None, other))]
-        two_calls = _tried(optimizer_class, options, group, apart, halves)
-    except _REFUSALS:
-        return False
-    if list(_numbers(one_call)) != list(_numbers(two_calls)):
-        return False
-    return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        """Random numbers, fp32, which are the same whatever the device."""
+        return torch.randn(shape, dtype=torch.float32, device="cpu").to(self.device)
+
+    def _step(
+        self, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
+    ) -> torch.optim.Optimizer:
+        """Make an optimizer of a group of parameters, and let it step with each of these lists of their gradients."""
+        with torch.enable_grad():
+            group = {**_for_trial(self.group), "params": params}
+            optimizer: Any = self.optimizer_class([group], **_for_trial(self.options))
+            if has_modes(optimizer):
+                optimizer.train()
+            for step in grads:
+                for parameter, grad in zip(params, step, strict=True):
+                    parameter.grad = None if grad is None else grad.clone()
+                optimizer.step()
+        made: torch.optim.Optimizer = optimizer
+        return made
 
 
 def _numbers(kept: Any) -> Iterator[float]:
@@ -169,7 +187,7 @@ def _numbers(kept: Any) -> Iterator[float]:
 
 def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> int:
     """Bytes per element of the tensors that an optimizer keeps of each parameter's size; 0 if it refuses the trial."""
-    kept = _kept_of_one(optimizer_class, options, device) or ()
+    kept = Trial(optimizer_class, options, {}, device).kept_of_one() or ()
     sized = [value for value in kept if isinstance(value, torch.Tensor) and value.numel() == _ONE.numel()]
     return sum(value.itemsize for value in sized)
 
@@ -177,7 +195,7 @@ def state_bytes(optimizer_class: type[torch.optim.Optimizer], options: Mapping[s
 def states_are_alike(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether everything that an optimizer keeps of a parameter is a number or has the parameter's shape. The trial is
     one of its attributes too, as nobody knows how it was made."""
-    parameter = nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
+    parameter = _one_parameter(device)
     parameter.grad = torch.ones_like(parameter)
     tried: Any = stand_in(optimizer, [{**optimizer.param_groups[0], "params": [parameter]}])
     try:
@@ -198,7 +216,7 @@ def options_tell_all(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
     """Whether another optimizer of the same class and options would be the same: it has no hooks, and no attribute that
     was set in another way."""
     try:
-        another = type(optimizer)([nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))], **options)
+        another = type(optimizer)([_one_parameter(device)], **options)
     except _REFUSALS:
         return False
     mine, its = (
@@ -236,16 +254,8 @@ _ONE: Final = torch.Size((8, 6))
 """Shape of the parameter of a trial with one."""
 
 
-def _kept_of_one(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
-) -> list[Any] | None:
-    """What an optimizer keeps of a parameter after a step; ``None`` if it refuses the trial."""
-    parameter = nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
-    try:
-        optimizer = _tried(optimizer_class, options, {}, [parameter], [[torch.ones_like(parameter)]])
-    except _REFUSALS:
-        return None
-    return list(optimizer.state[parameter].values())
+def _one_parameter(device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.ones(_ONE, dtype=torch.float32, device=device))
 
 
 def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -253,12 +263,8 @@ def with_fused(optimizer_class: type[torch.optim.Optimizer], options: Mapping[st
     fused = {**options, "fused": True}
     if not options.keys().isdisjoint({"fused", "foreach", "capturable", "differentiable"}):
         return options
-    return options if _kept_of_one(optimizer_class, fused, torch.device("cpu")) is None else fused
-
-
-def _drawn(*shape: int, device: torch.device) -> torch.Tensor:
-    """Random numbers, fp32, which are the same whatever the device."""
-    return torch.randn(shape, dtype=torch.float32, device="cpu").to(device)
+    trial = Trial(optimizer_class, fused, {}, torch.device("cpu"))
+    return options if trial.kept_of_one() is None else fused
 
 
 @contextlib.contextmanager
@@ -286,23 +292,3 @@ def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items()
         if name != "capturable"
     }
-
-
-def _tried(
-    optimizer_class: type[torch.optim.Optimizer],
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    params: Sequence[nn.Parameter],
-    grads: Sequence[Sequence[torch.Tensor | None]],
-) -> torch.optim.Optimizer:
-    """Make an optimizer of a group of parameters, and let it step with each of these lists of their gradients."""
-    with torch.enable_grad():
-        optimizer: Any = optimizer_class([{**_for_trial(group), "params": params}], **_for_trial(options))
-        if has_modes(optimizer):
-            optimizer.train()
-        for step in grads:
-            for parameter, grad in zip(params, step, strict=True):
-                parameter.grad = None if grad is None else grad.clone()
-            optimizer.step()
-    made: torch.optim.Optimizer = optimizer
-    return made

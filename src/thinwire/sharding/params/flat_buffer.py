@@ -11,7 +11,7 @@ Two facts explain the memory management:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain
 
@@ -95,6 +95,11 @@ class FlatBuffer:
             self.shard[run.start : run.start + run.length].copy_(values)
         else:
             self.stored.write(run, values)
+
+    @property
+    def named(self) -> Iterator[tuple[Slot, nn.Parameter]]:
+        """The parameters of the modules, with their slots."""
+        return zip(self.layout.slots, self.parameters, strict=True)
 
     @property
     def written(self) -> torch.Tensor:

@@ -15,8 +15,7 @@ from thinwire.collectives.joint_gather import joint_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import AnyLane, Axis, BufferKey, HostLane, Lane, UnitInfo, gather_batches
-from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import BufferGathers, GatherLink, own_place
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -80,20 +79,6 @@ def agreed_codecs(plan: Plan) -> tuple[str, ...]:
     for spec in specs:
         codecs.get(spec)
     return tuple(sorted(f"{spec} version {spec.plugin.version}" for spec in specs if spec.plugin is not None))
-
-
-def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
-    """Raise if a pattern of ``wire.exclude`` matches none of the model's parameters.
-
-    Raises:
-        SpecError: Some patterns match nothing; the error names them.
-    """
-    idle = [pattern for pattern in plan.wire.exclude if not fnmatch.filter(names, pattern)]
-    if idle:
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
-            [f"wire.exclude: {pattern!r} matches no parameter; names look like {names[0]!r}" for pattern in idle],
-        )
 
 
 def codec_problems(plan: Plan) -> Iterator[str]:

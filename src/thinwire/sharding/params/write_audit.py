@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -13,7 +14,8 @@ from thinwire.sharding.params.param_group import Unit
 _FIRST_REGULAR = 64
 """Values are compared in the first step, then in the step with this number and at every doubling of the number."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their bytes, as which values are compared and added up."""
 
 
 class WriteAudit:
@@ -98,4 +100,4 @@ def _addresses(unit: Unit) -> list[int]:
 def _sums_of_bits(unit: Unit) -> torch.Tensor:
     """For each parameter of a unit, the sum of its bits: int64, on the device."""
     values = [local_tensor(parameter.detach()) for buffer in unit.buffers for parameter in buffer.parameters]
-    return torch.stack([value.view(_BITS[value.element_size()]).sum(dtype=torch.int64) for value in values])
+    return torch.stack([value.view(WORDS[value.element_size()]).sum(dtype=torch.int64) for value in values])

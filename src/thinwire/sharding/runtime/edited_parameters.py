@@ -9,7 +9,6 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.errors import UsageError
-from thinwire.program import Axis, Lane
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.parameter import ShardedParameter
@@ -73,11 +72,10 @@ class Written:
             return share.piece.detach().to(share.live.compute_tensor.dtype)
         if not share.spec.length:
             return share.live.compute_tensor.detach().reshape(-1)[:0]
-        shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
         pieces = (
             (buffer, offset, run)
             for buffer in unit.buffers
-            for slot, offset, run in buffer.layout.pieces(shard)
+            for slot, offset, run in buffer.layout.pieces(self._sharded.shard)
             if slot.name == share.spec.name
         )
         buffer, offset, run = next(pieces)

@@ -6,11 +6,14 @@ import contextlib
 import enum
 import functools
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -21,7 +24,6 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
 from thinwire.program import Axis, BufferInfo, Even, Kind, Lane, Scope, hops
 from thinwire.program.wire import gather_sizes, used_codec
-from thinwire.sharding.memory.free import free_memory
 from thinwire.sharding.params.param_group import State, Unit
 from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
@@ -141,7 +143,7 @@ def _choose(sharded: ShardedModel, ranks: Control, units: Sequence[Unit], keep: 
         if keep not in (None, *Kept):
             raise UsageError(f"generating(keep={keep!r}): valid are {', '.join(Kept)}")
         return Generation(Kept.WHOLE)
-    place, free = free_memory(sharded.device)
+    place, free = _free_memory(sharded.device)
     answers = ranks.all_gather_typed((place, free, keep), _ANSWER)
     neighbours = Counter(place for place, _, _ in answers)
     room = min(free // neighbours[place] for place, free, _ in answers) // 2
@@ -195,6 +197,30 @@ def _sent(factor: Factor, buffers: Sequence[BufferInfo], plan: Plan, codec: Code
         for hop in hops(Kind.ALL_GATHER, factor.local, factor.nodes, pieces, 0, sizes):
             sent[hop.scope] += hop.sent
     return sent[Scope.INSIDE], sent[Scope.ACROSS]
+
+
+def _free_memory(device: torch.device) -> tuple[str, int]:
+    """Whose memory a rank with this device allocates, and how much of it is free.
+
+    Returns:
+        A name that ranks of the same memory have in common, and the bytes that are free for all of them together.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return str(torch.cuda.get_device_properties(device).uuid), free + unused
+    import psutil  # which a training without generation does not need
+
+    return _machine(), psutil.virtual_memory().available
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine since it was started; hosts of an emulated cluster are one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return f"{uuid.getnode():x}"
 
 
 # -- laying the model --------------------------------------------------------------------------------------------

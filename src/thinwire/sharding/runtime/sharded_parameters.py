@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.program import Axis, HostLane, Lane
+from thinwire.program import HostLane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.modules.quantized import is_packed
@@ -70,7 +70,7 @@ class ShardedParameters:
         holders, fragments = ModelHolders(self._sharded, spans, trained=True), _by_name(owned)
         for unit, buffer, part in buffers:
             self._place_trained(unit, buffer, part, fragments, holders, spans)
-            for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            for slot, compute in buffer.named:
                 self.parameters[slot.name].requires_grad_(compute.requires_grad)  # others of the buffer stay frozen
 
     def _place_trained(
@@ -82,10 +82,9 @@ class ShardedParameters:
         holders: ModelHolders,
         spans: dict[str, tuple[int, int]],
     ) -> None:
-        shard = self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index
-        of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
+        of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(self._sharded.shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
-        for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
+        for index, (slot, compute) in enumerate(buffer.named):
             owned = fragments.get(slot.name)
             if owned is None:
                 piece, offset, mine = masters[:0].detach(), 0, slice(0, 0)
@@ -104,11 +103,8 @@ class ShardedParameters:
     def _place_frozen(
         self, unit: Unit, buffer: FlatBuffer, holders: ModelHolders, spans: dict[str, tuple[int, int]]
     ) -> None:
-        pieces = {
-            slot.name: (offset, run)
-            for slot, offset, run in buffer.layout.pieces(self._sharded.axes[Axis.PARAMS, Lane.REDUCE].index)
-        }
-        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+        pieces = {slot.name: (offset, run) for slot, offset, run in buffer.layout.pieces(self._sharded.shard)}
+        for slot, compute in buffer.named:
             offset, run = pieces.get(slot.name, (0, None))
             length = 0 if run is None else run.length
             spans[slot.name] = (offset, length)

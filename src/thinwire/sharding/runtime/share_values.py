@@ -136,7 +136,7 @@ class Masters:
         """Do what :meth:`want` does for parameters whose ``requires_grad`` was set while they were whole."""
         for unit in self.sharded.units:
             for buffer in unit.buffers if not self._holds.depth else ():
-                for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                for slot, compute in buffer.named:
                     if compute.requires_grad and not buffer.layout.trainable:
                         self._wanted.add(slot.name)
         self.train_wanted()

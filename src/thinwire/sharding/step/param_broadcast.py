@@ -16,8 +16,7 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import LEAVING, Axis, BufferKey, HostLane, Kind, Lane, Operation
 from thinwire.program.wire import spreads_difference
-from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.lanes.load import Load
+from thinwire.sharding.lanes.lanes import Load, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.step.schedule import Programs

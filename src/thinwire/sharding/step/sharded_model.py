@@ -74,8 +74,22 @@ class ShardedModel:
     @cached_property
     def fragments(self) -> list[OwnedFragment]:
         """The pieces of parameters that this rank updates."""
-        shard = self.axes[Axis.PARAMS, Lane.REDUCE].index
-        return own_fragments(self.units, self.gradients, shard, self.axes[Axis.SHARD, Lane.REDUCE].index)
+        return own_fragments(self.units, self.gradients, self.shard, self.share)
+
+    @property
+    def shard(self) -> int:
+        """Index of the P shard that this rank holds."""
+        return self.axes[Axis.PARAMS, Lane.REDUCE].index
+
+    @property
+    def share(self) -> int:
+        """Index of the share of its P shard that this rank updates."""
+        return self.axes[Axis.SHARD, Lane.REDUCE].index
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank is the first of those that update the same share, and speaks for them."""
+        return self.axes[Axis.REPLICA, Lane.SYNC].index == 0
 
 
 def unknown_progress(setting: str) -> UsageError:

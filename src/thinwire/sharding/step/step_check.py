@@ -146,49 +146,6 @@ class UsedGradients:
         return frozenset(id(p) for slot, p in enumerate(parameters) if self.is_used(unit, slot))
 
 
-class GradientNorm:
-    """The L2 norm of a model's gradient over all ranks."""
-
-    def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
-        self._sharded, self._reducer = sharded, reducer
-
-    def measure(self) -> torch.Tensor:
-        """Make a pass over this rank's share as its gradients arrive, and exchange the result.
-
-        Returns:
-            The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
-        """
-        sharded, world = self._sharded, self._sharded.world
-        mine = torch.zeros((), dtype=torch.float64, device=sharded.device)
-        # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
-        if sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0:
-            norms = self._norms_of_fragments() if sharded.part.tensor else self._norms_of_units()
-            if norms:
-                mine = torch.stack(norms).double().square().sum().to(mine.device)
-        if world is not None:
-            return gather_rows(world, mine.view(1)).sum().sqrt()
-        everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
-        return torch.tensor(
-            sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64, device="cpu"
-        ).sqrt()
-
-    def _norms_of_units(self) -> list[torch.Tensor]:
-        norms, gradients = [], self._reducer.gradients
-        if self._sharded.lanes.home.exists:
-            self._reducer.join()  # on a GPU, one call for all is faster
-        for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
-            parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
-            norms += _block_norms([part.owned.kept for part in parts if not part.owned.empty])
-        return norms
-
-    def _norms_of_fragments(self) -> list[torch.Tensor]:
-        """Of parameters that no other tensor-parallel rank holds."""
-        self._reducer.settle()
-        fragments, slices = self._sharded.fragments, self._sharded.slices
-        own = [owned for owned in fragments if slices[owned.fragment.slot.name] is not None]
-        return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
-
-
 class StepCheck:
     """Performs the exchanges of one model's steps, on the control lane.
 
@@ -204,7 +161,6 @@ class StepCheck:
         infos = [unit.info for unit in sharded.units]
         self._row_bytes = control_bytes(infos)
         self._is_whole = not any_gathered(sharded.plan, infos)  # then ranks may run different units
-        self._norm = GradientNorm(sharded, reducer)
         self.used = UsedGradients(infos)
         self.same_order = True
         self.loss_scale: LossScale | None = None
@@ -254,7 +210,7 @@ class StepCheck:
         """Measure the gradient norm after :meth:`close`. This waits for every reduction, makes a pass over this rank's
         share, and needs an exchange of its own."""
         assert self.result is not None
-        norm = self._norm.measure() / self.gradient_scale
+        norm = self._measured_norm() / self.gradient_scale
         self.result = replace(self.result, norm=norm, measured=True)
         if self._sharded.world is not None:
             self._late.append(read_later(norm))
@@ -339,6 +295,43 @@ class StepCheck:
         self.result = replace(self.result, norm=self.result.norm + (norm - norm))
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _measured_norm(self) -> torch.Tensor:
+        """The L2 norm of the model's gradient over all ranks: make a pass over this rank's share as its gradients
+        arrive, and exchange the result.
+
+        Returns:
+            The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
+        """
+        sharded, world = self._sharded, self._sharded.world
+        mine = torch.zeros((), dtype=torch.float64, device=sharded.device)
+        # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
+        if sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0:
+            norms = self._norms_of_fragments() if sharded.part.tensor else self._norms_of_units()
+            if norms:
+                mine = torch.stack(norms).double().square().sum().to(mine.device)
+        if world is not None:
+            return gather_rows(world, mine.view(1)).sum().sqrt()
+        everyone = exchange_bytes(sharded, struct.pack("<d", float(mine)), NORM_BYTES)
+        return torch.tensor(
+            sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64, device="cpu"
+        ).sqrt()
+
+    def _norms_of_units(self) -> list[torch.Tensor]:
+        norms, gradients = [], self._reducer.gradients
+        if self._sharded.lanes.home.exists:
+            self._reducer.join()  # on a GPU, one call for all is faster
+        for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
+            parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
+            norms += _block_norms([part.owned.kept for part in parts if not part.owned.empty])
+        return norms
+
+    def _norms_of_fragments(self) -> list[torch.Tensor]:
+        """Of parameters that no other tensor-parallel rank holds."""
+        self._reducer.settle()
+        fragments, slices = self._sharded.fragments, self._sharded.slices
+        own = [owned for owned in fragments if slices[owned.fragment.slot.name] is not None]
+        return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.sharding.tensors.arguments import changed_tensors, replaced, tensors_among
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.sharding.tensors.views import with_views
+from thinwire.sharding.tensors.views import PlainCopies, with_views
 
 _ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """Functions whose result is another name of the same values."""
@@ -18,7 +18,7 @@ _OF_THE_ENTRY: Final = frozenset(("detach_", "requires_grad_", "share_memory_"))
 """Names of functions that change no values."""
 
 
-class StateEntry(torch.Tensor):
+class StateEntry(PlainCopies):
     """A parameter that every rank holds whole, as a state dict shows it. Its memory is a copy, which any program can
     read and save. As in torch, what is written to it is written to the parameter, as averages of other libraries do.
 
@@ -62,14 +62,3 @@ class StateEntry(torch.Tensor):
                 return cls._showing(args[0].share, result)
             entries = [one for one in tensors_among((args, kwargs)) if isinstance(one, cls)]
             return with_views(result, [(entry.share, entry) for entry in entries])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = memo[id(self)] = self._plain().clone()
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)

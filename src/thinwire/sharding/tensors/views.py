@@ -24,7 +24,22 @@ _OF_THE_VIEW: Final = frozenset(
 _TupleIterator: Final[Any] = type(iter(()))
 
 
-class ShareView(torch.Tensor):
+class PlainCopies(torch.Tensor):
+    """A tensor that is copied and pickled as a plain one with its values."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self._plain().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+class ShareView(PlainCopies):
     """Elements of a share tensor in the memory of a gathered copy, where they read as any tensor's. What is written to
     it is written to the share tensor; every rank must do so.
 
@@ -60,22 +75,11 @@ class ShareView(torch.Tensor):
             origins = [one for one in tensors_among((args, kwargs)) if isinstance(one, cls)]
             return _shown(result, [(one.share, one, one.start) for one in origins])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = memo[id(self)] = self._plain().clone()
-        return copied
-
     def __format__(self, spec: str) -> str:
         return format(self._plain(), spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
 
 
 def with_views(result: Any, wholes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
