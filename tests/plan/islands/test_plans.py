@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.islands import faster, sentences
+from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import LossLaw, candidate, island_plans, parse_budget, search
+from thinwire.spec import ClusterSpec
 from thinwire.spec.plan_parts.islands import Islands
 
 
@@ -44,6 +46,20 @@ def test_islands_stay_within_the_budget_and_use_it() -> None:
         }
         # Priced as any plan is.
         assert plan.candidate.seconds == pytest.approx(candidate(slow, plan.candidate.plan).seconds)
+
+
+def test_islands_of_unlike_nodes_have_a_plan_for_the_weakest() -> None:
+    slow = job()
+    groups = [{"accelerator": name, "nodes": slow.cluster.nodes // 2} for name in ("h100-80g", "a100-80g")]
+    unlike, weak = (
+        ClusterSpec.parse({"groups": kinds, "gpus_per_node": slow.cluster.gpus_per_node})
+        for kinds in (groups, groups[1:] * 2)
+    )
+    of_unlike, of_weak = (
+        island_plans(replace(slow, cluster=machine, rates=NominalRates(machine)), 0.8, LAW)
+        for machine in (unlike, weak)
+    )
+    assert [plan.candidate.plan for plan in of_unlike] == [plan.candidate.plan for plan in of_weak]
 
 
 def test_elastic_islands_are_priced_like_others_and_have_no_delay() -> None:

@@ -43,6 +43,23 @@ def test_the_example_of_the_reference_survives_writing_and_reading() -> None:
     assert machine.price_per_gpu_hour == pytest.approx((4.0 + 1.5) / 2)
 
 
+@pytest.mark.parametrize("name", ClusterSpec.preset_names())
+def test_a_file_that_names_an_accelerator_has_its_figures(name: str) -> None:
+    preset = ClusterSpec.preset(name, nodes=4)
+    assert ClusterSpec.parse({"accelerator": name, "nodes": 4}) == preset.with_(name=None, accelerator=name)
+
+
+def test_the_slowest_link_to_a_host_is_that_of_the_cluster() -> None:
+    machine = cluster(group("h100-80g"), group("v100-32g"), gpus_per_node=8)
+    assert machine.links.host == ClusterSpec.preset("v100-32g", nodes=1).links.host
+    assert (
+        cluster(
+            group("h100-80g"), group("v100-32g"), links={"host": {"bandwidth": "1GB/s"}}, gpus_per_node=8
+        ).links.host.bandwidth
+        == 8e9
+    )
+
+
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [

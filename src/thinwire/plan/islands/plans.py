@@ -9,7 +9,7 @@ from thinwire.plan.islands.loss_law import ExchangeWay, LossLaw
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.search import best_plans, elsewhere
 from thinwire.plan.training_job import TrainingJob
-from thinwire.spec import Plan
+from thinwire.spec import Plan, first_nodes
 from thinwire.spec.plan_parts.islands import Islands
 
 _TRIED = 10
@@ -108,8 +108,7 @@ def _counts(job: TrainingJob, law: LossLaw) -> list[int]:
 
 def _insides(job: TrainingJob, count: int, simulations: Simulations) -> list[Plan]:
     """The best plans of one island, best first."""
-    nodes = job.cluster.nodes // count
-    leaves = job.cluster.leaves
-    cluster = job.cluster.with_(nodes=nodes, leaves=leaves[:nodes] if isinstance(leaves, tuple) else leaves)
+    # All islands have one plan: without its groups, a cluster has the figures of its weakest nodes.
+    cluster = first_nodes(job.cluster.with_(groups=()), job.cluster.nodes // count)
     island = elsewhere(job, cluster, tokens_per_step=job.tokens_per_step // count)
     return [candidate.plan for candidate in best_plans(island, _TRIED, simulations).candidates]

@@ -121,8 +121,7 @@ class ClusterSpec(Machines):
             raise SpecError(what, f"there is no accelerator {name!r}; valid are {', '.join(ACCELERATORS)}")
         count = kind.gpus_per_node if gpus_per_node is None else gpus_per_node
         figures = machine_figures(name) | {"name": f"{name}:{nodes}x{count}", "nodes": nodes, "gpus_per_node": count}
-        links = {key: figures.pop(key) for key in ("inside", "nic")}
-        links["host"] = Link(bandwidth=kind.host, latency=HOST_LATENCY)
+        links = {key: figures.pop(key) for key in ("inside", "nic", "host")}
         fields = {**figures, "links": links}
         return cls.parse(cls.parse(fields, what)._merged(overrides), what)
 

@@ -141,7 +141,8 @@ def group_problems(
 
 
 def machine_figures(name: object) -> dict[str, Any]:
-    """Published figures of an accelerator in its usual machine, by key of a group; nothing for an unknown name."""
+    """Published figures of an accelerator in its usual machine, by key of a cluster or of its links; nothing for an
+    unknown name."""
     kind = ACCELERATORS.get(name) if isinstance(name, str) else None
     if kind is None:
         return {}
@@ -152,6 +153,7 @@ def machine_figures(name: object) -> dict[str, Any]:
         "memory_bandwidth": kind.memory_bandwidth,
         "inside": Link(bandwidth=kind.inside, latency=INSIDE_LATENCY),
         "nic": Link(bandwidth=kind.nic, latency=NIC_LATENCY),
+        "host": Link(bandwidth=kind.host, latency=HOST_LATENCY),
     }
 
 

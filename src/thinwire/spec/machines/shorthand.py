@@ -24,10 +24,11 @@ def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
     known = machine_figures(data.get("accelerator"))
     if not groups and not known:
         return data
-    filled = {**data, **{key: value for key, value in known.items() if key not in (*_LINKS, *data)}}
+    of_links = {key: known.pop(key) for key in (*_LINKS, "host") if key in known}
+    filled = {**known, **data}
     links = _table(data.get("links"))
     if links is not None:
-        filled["links"] = {**{key: known[key] for key in _LINKS if key in known}, **links}
+        filled["links"] = {**of_links, **links}
     return _with_groups(filled, groups) if isinstance(groups, Sequence) and groups else filled
 
 
@@ -45,6 +46,9 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
         return {**placeholders, **data, "links": {"inside": any_link, "nic": any_link, **links}}
     worst = weakest(whole)
     links |= {key: worst[key] for key in _LINKS if key in worst}
+    hosts = [machine_figures(group.accelerator).get("host") for group in whole]
+    if "host" not in links and None not in hosts:
+        links["host"] = min(hosts, key=lambda link: link.bandwidth)
     counts = [group.gpus_per_node for group in whole if group.gpus_per_node]
     least = {key: value for key, value in worst.items() if key not in _LINKS}
     per_node = {"gpus_per_node": max(counts)} if counts and not data.get("gpus_per_node") else {}
