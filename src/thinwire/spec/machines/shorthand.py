@@ -46,9 +46,9 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
         return {**placeholders, **data, "links": {"inside": any_link, "nic": any_link, **links}}
     worst = weakest(whole)
     links |= {key: worst[key] for key in _LINKS if key in worst}
-    hosts = [machine_figures(group.accelerator).get("host") for group in whole]
-    if "host" not in links and None not in hosts:
-        links["host"] = min(hosts, key=lambda link: link.bandwidth)
+    hosts = [figures["host"] for group in whole if (figures := machine_figures(group.accelerator))]
+    if len(hosts) == len(whole):
+        links.setdefault("host", min(hosts, key=lambda link: link.bandwidth))
     counts = [group.gpus_per_node for group in whole if group.gpus_per_node]
     least = {key: value for key, value in worst.items() if key not in _LINKS}
     per_node = {"gpus_per_node": max(counts)} if counts and not data.get("gpus_per_node") else {}
