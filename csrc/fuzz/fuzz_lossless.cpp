@@ -4,12 +4,12 @@
 
 #include "codec_kinds.hpp"
 #include "fuzz/fuzz.hpp"
+#include "message.hpp"
 
 namespace thinwire::fuzz {
 namespace {
 
-constexpr std::int64_t kMostValues = 2600;  // two chunks or five blocks, and a part of another
-constexpr std::int64_t kHeaderBytes = 8;
+constexpr std::int64_t kSomeValues = 2600;  // two chunks or five blocks, and a part of another
 
 const LosslessKind& any_kind(Input& input) {
     std::vector<const LosslessKind*> kinds;
@@ -39,7 +39,7 @@ struct Call {
     explicit Call(Input& input)
         : format(any_format(input)),
           encoded(format->dtypes()[static_cast<std::size_t>(input.number(0, std::ssize(format->dtypes()) - 1))]),
-          numel(input.flag() ? input.number(0, 200) : input.number(0, kMostValues)),
+          numel(input.flag() ? input.number(0, 200) : input.number(0, kSomeValues)),
           dtype(static_cast<DType>(input.number(0, 2))),
           add(dtype == DType::float32 && input.flag()),
           threads(static_cast<int>(input.number(1, 3))),
@@ -47,7 +47,7 @@ struct Call {
           misaligned_wire(input.number(0, 7)) {}
 
     Buffer values(DType of) const {
-        return Buffer(numel * (of == DType::float32 ? 4 : 2), misaligned_values);
+        return Buffer(numel * bytes_of(of), misaligned_values);
     }
     // Values as tensors have them: of few exponents, some of them far away.
     Buffer tensor(Input& input) const {
