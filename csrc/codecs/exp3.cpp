@@ -765,12 +765,10 @@ Parameters draw(const Draw&) {
     return {};
 }
 
-constexpr LosslessKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind exp3 = {"exp3", nullptr, &kKind};
+extern const CodecKind exp3 = {"exp3", nullptr, make, draw};
 }
 
 }  // namespace thinwire

@@ -756,12 +756,10 @@ Parameters draw(const Draw& draw) {
     return {draw(0, 1) == 0 ? 1 : draw(1, kMostStride)};
 }
 
-constexpr LosslessKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind mpc = {"mpc", nullptr, &kKind};
+extern const CodecKind mpc = {"mpc", nullptr, make, draw};
 }
 
 }  // namespace thinwire

@@ -22,16 +22,8 @@ DType any_dtype(Input& input) {
 }
 
 Codec any_codec(Input& input) {
-    std::vector<const CodecKind*> kinds;
-    for (const CodecKind* kind : codec_kinds()) {
-        if (kind->fixed != nullptr) {
-            kinds.push_back(kind);
-        }
-    }
-    const CodecKind& kind = *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
-    const Parameters parameters =
-        kind.fixed->draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); });
-    return Codec(kind.name, parameters);
+    const CodecKind& kind = any_kind(input, [](const CodecKind& each) { return each.make_fixed != nullptr; });
+    return Codec(kind.name, any_parameters(input, kind));
 }
 
 std::int64_t any_numel(Input& input) {

@@ -1,6 +1,5 @@
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "codec_kinds.hpp"
 #include "fuzz/fuzz.hpp"
@@ -11,19 +10,9 @@ namespace {
 
 constexpr std::int64_t kSomeValues = 2600;  // two chunks or five blocks, and a part of another
 
-const LosslessKind& any_kind(Input& input) {
-    std::vector<const LosslessKind*> kinds;
-    for (const CodecKind* kind : codec_kinds()) {
-        if (kind->lossless != nullptr) {
-            kinds.push_back(kind->lossless);
-        }
-    }
-    return *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
-}
-
 std::unique_ptr<const LosslessFormat> any_format(Input& input) {
-    const LosslessKind& kind = any_kind(input);
-    return kind.make(kind.draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); }));
+    const CodecKind& kind = any_kind(input, [](const CodecKind& each) { return each.make_lossless != nullptr; });
+    return kind.make_lossless(any_parameters(input, kind));
 }
 
 struct Call {
