@@ -17,7 +17,7 @@ void bind_lossless(nb::module_& module) {
         .def(
             "__init__",
             [](Lossless* codec, const std::string& name, const std::vector<std::int64_t>& parameters) {
-                new (codec) Lossless{lossless_kind(name).make(parameters)};
+                new (codec) Lossless{make_lossless(name, parameters)};
             },
             "name"_a, "parameters"_a)
         .def(

@@ -19,7 +19,7 @@ constexpr std::int64_t kTile = 4096;
 }  // namespace
 
 Codec::Codec(const std::string& name, std::span<const std::int64_t> parameters)
-    : format_(fixed_kind(name).make(parameters)) {}
+    : format_(make_fixed(name, parameters)) {}
 
 std::int64_t Codec::wire_bytes(std::int64_t numel) const {
     return format_->wire_bytes(numel);

@@ -20,15 +20,6 @@ constexpr const CodecKind* kKinds[] = {
 };
 #undef THINWIRE_CODEC
 
-const CodecKind& kind_of(const std::string& name) {
-    for (const CodecKind* kind : kKinds) {
-        if (kind->name == name) {
-            return *kind;
-        }
-    }
-    throw std::invalid_argument("no codec has the name " + name);
-}
-
 }  // namespace
 
 void check_parameters(const char* codec, std::span<const std::int64_t> parameters, std::size_t count) {
@@ -49,20 +40,29 @@ std::span<const CodecKind* const> codec_kinds() {
     return kKinds;
 }
 
-const FixedKind& fixed_kind(const std::string& name) {
-    const CodecKind& kind = kind_of(name);
-    if (kind.fixed == nullptr) {
-        throw std::invalid_argument(name + " has messages of variable length");
+const CodecKind& codec_kind(const std::string& name) {
+    for (const CodecKind* kind : kKinds) {
+        if (kind->name == name) {
+            return *kind;
+        }
     }
-    return *kind.fixed;
+    throw std::invalid_argument("no codec has the name " + name);
 }
 
-const LosslessKind& lossless_kind(const std::string& name) {
-    const CodecKind& kind = kind_of(name);
-    if (kind.lossless == nullptr) {
+std::unique_ptr<const FixedFormat> make_fixed(const std::string& name, std::span<const std::int64_t> parameters) {
+    const CodecKind& kind = codec_kind(name);
+    if (kind.make_fixed == nullptr) {
+        throw std::invalid_argument(name + " has messages of variable length");
+    }
+    return kind.make_fixed(parameters);
+}
+
+std::unique_ptr<const LosslessFormat> make_lossless(const std::string& name, std::span<const std::int64_t> parameters) {
+    const CodecKind& kind = codec_kind(name);
+    if (kind.make_lossless == nullptr) {
         throw std::invalid_argument(name + " has messages of fixed length");
     }
-    return *kind.lossless;
+    return kind.make_lossless(parameters);
 }
 
 }  // namespace thinwire

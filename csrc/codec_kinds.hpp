@@ -45,13 +45,6 @@ using Draw = std::function<std::int64_t(std::int64_t least, std::int64_t most)>;
 
 using Parameters = std::vector<std::int64_t>;
 
-struct FixedKind {
-    // Throws std::invalid_argument unless the parameters are valid; `Family.parameters` of spec/codec.py makes them.
-    std::unique_ptr<const FixedFormat> (*make)(std::span<const std::int64_t> parameters);
-    // Any valid parameters.
-    Parameters (*draw)(const Draw& draw);
-};
-
 // A wire format of variable length that loses nothing. All functions throw std::invalid_argument for what does not fit.
 class LosslessFormat {
 public:
@@ -73,17 +66,17 @@ public:
                         DType dtype, bool add, int threads) const = 0;
 };
 
-struct LosslessKind {
-    // As of FixedKind.
-    std::unique_ptr<const LosslessFormat> (*make)(std::span<const std::int64_t> parameters);
-    Parameters (*draw)(const Draw& draw);
-};
+// Throws std::invalid_argument unless the parameters are valid; `Family.parameters` of spec/codec.py makes them.
+template <class Format>
+using Make = std::unique_ptr<const Format> (*)(std::span<const std::int64_t> parameters);
 
-// One of the two.
+// One of the two formats.
 struct CodecKind {
     const char* name;
-    const FixedKind* fixed;
-    const LosslessKind* lossless;
+    Make<FixedFormat> make_fixed;
+    Make<LosslessFormat> make_lossless;
+    // Any valid parameters.
+    Parameters (*draw)(const Draw& draw);
 };
 
 // Throws std::invalid_argument unless there are so many.
@@ -96,7 +89,10 @@ DType dtype_of(std::int64_t number);
 std::span<const CodecKind* const> codec_kinds();
 
 // Throws std::invalid_argument if no codec has this name.
-const FixedKind& fixed_kind(const std::string& name);
-const LosslessKind& lossless_kind(const std::string& name);
+const CodecKind& codec_kind(const std::string& name);
+
+// Throw std::invalid_argument if no codec with such messages has this name, or the parameters are not valid.
+std::unique_ptr<const FixedFormat> make_fixed(const std::string& name, std::span<const std::int64_t> parameters);
+std::unique_ptr<const LosslessFormat> make_lossless(const std::string& name, std::span<const std::int64_t> parameters);
 
 }  // namespace thinwire

@@ -642,12 +642,10 @@ Parameters draw(const Draw& number) {
     }
 }
 
-constexpr FixedKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind block = {"block", &kKind, nullptr};
+extern const CodecKind block = {"block", make, nullptr, draw};
 }
 
 }  // namespace thinwire

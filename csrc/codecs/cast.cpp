@@ -44,12 +44,10 @@ Parameters draw(const Draw& number) {
     return {number(0, 2)};
 }
 
-constexpr FixedKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind cast = {"cast", &kKind, nullptr};
+extern const CodecKind cast = {"cast", make, nullptr, draw};
 }
 
 }  // namespace thinwire

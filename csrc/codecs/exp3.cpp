@@ -528,14 +528,13 @@ extern const Exp3Kernels kExp3 = {.count = total_escapes, .encode = encode, .ann
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "codec_kinds.hpp"
 #include "message.hpp"
 #include "pool.hpp"
+#include "segments.hpp"
 #include "target.hpp"
 
 namespace thinwire {
@@ -609,33 +608,6 @@ Exp3Parts<Byte> from_value(const Exp3Parts<Byte>& parts, std::int64_t value, std
             parts.escapes + escapes};
 }
 
-struct Segments {
-    std::int64_t numel;
-    int threads;
-
-    std::int64_t count() const {
-        return ceil_div(numel, kSegment);
-    }
-
-    std::int64_t values_before(std::int64_t segment) const {
-        return std::min(numel, segment * kSegment);
-    }
-
-    // For each segment and the end: the sum of what `count_of` says of the segments before it.
-    template <class Fn>
-    std::vector<std::int64_t> offsets(const Fn& count_of) const {
-        std::vector<std::int64_t> starts(static_cast<std::size_t>(count()) + 1);
-        parallel_for(count(), threads, [&](std::int64_t begin, std::int64_t end) {
-            for (std::int64_t segment = begin; segment < end; ++segment) {
-                const std::int64_t first = values_before(segment);
-                starts[static_cast<std::size_t>(segment) + 1] = count_of(first, values_before(segment + 1) - first);
-            }
-        });
-        std::partial_sum(starts.begin(), starts.end(), starts.begin());
-        return starts;
-    }
-};
-
 void zero_to(char* from, char* end) {
     std::fill(from, end, char{0});
 }
@@ -655,9 +627,9 @@ std::int64_t encode_coded(const void* x, std::int64_t numel, const Exp3Parts<cha
         return -1;
     }
     parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-        const std::int64_t first = segments.values_before(begin);
+        const std::int64_t first = segments.before(begin);
         const std::int64_t before = starts[static_cast<std::size_t>(begin)];
-        use.encode(from + 2 * first, segments.values_before(end) - first, from_value(parts, first, before),
+        use.encode(from + 2 * first, segments.before(end) - first, from_value(parts, first, before),
                    starts[static_cast<std::size_t>(end)] - before);
     });
     return starts.back();
@@ -670,106 +642,14 @@ void decode_raw(const Message& message, std::int64_t numel, void* out, DType dty
                                     " bytes, the message holds " + std::to_string(message.body_bytes));
     }
     parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-        const std::int64_t first = segments.values_before(begin);
-        const std::int64_t count = segments.values_before(end) - first;
+        const std::int64_t first = segments.before(begin);
+        const std::int64_t count = segments.before(end) - first;
         const char* from = message.body + 2 * first;
         char* to = static_cast<char*>(out) + first * bytes_of(dtype);
         if (dtype == DType::bfloat16) {
             std::memcpy(to, from, static_cast<std::size_t>(2 * count));
         } else {
             value_kernels().cast(from, DType::bfloat16, count, to, dtype, add);
-        }
-    });
-}
-
-std::int64_t wire_bytes(std::int64_t numel, DType) {
-    return numel == 0 ? 0 : kHeaderBytes + Layout{numel}.raw();
-}
-
-std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity, int threads) {
-    check_dtype(dtype);
-    check_values("exp3", numel);
-    check_capacity("exp3", wire_bytes(numel, dtype), capacity);
-    if (numel == 0) {
-        return 0;
-    }
-    const Layout layout{numel};
-    const Segments segments{numel, useful_threads(2 * numel, threads)};
-    auto* to = static_cast<char*>(wire);
-    char* body = to + kHeaderBytes;
-    const Exp3Parts<char> parts = layout.parts(body);
-    const std::int64_t room = layout.raw() - 4 - layout.before_escapes();  // a multiple of 4: padding fits as well
-    const std::int64_t escapes = room < 0 ? -1 : encode_coded(x, numel, parts, room, segments);
-    if (escapes < 0) {
-        parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-            const std::int64_t first = 2 * segments.values_before(begin);
-            std::memcpy(body + first, static_cast<const char*>(x) + first,
-                        static_cast<std::size_t>(2 * segments.values_before(end) - first));
-        });
-        zero_to(body + 2 * numel, body + layout.raw());
-        write_header(kRaw, wire_bytes(numel, dtype), to);
-        return wire_bytes(numel, dtype);
-    }
-    char* end = parts.escapes + padded(escapes);
-    zero_to(parts.bases + layout.blocks(), parts.counts);
-    zero_to(parts.counts + 2 * layout.blocks(), parts.planes);
-    zero_to(parts.rest + numel, parts.escapes);
-    zero_to(parts.escapes + escapes, end);
-    write_header(kCoded, end - to, to);
-    return end - to;
-}
-
-void decode(const void* wire, std::int64_t nbytes, std::int64_t numel, DType encoded, void* out, DType dtype, bool add,
-            int threads) {
-    check_dtype(encoded);
-    check_values("exp3", numel);
-    check_add("exp3", dtype, add);
-    if (numel == 0) {
-        return;
-    }
-    const Layout layout{numel};
-    const Segments segments{numel, useful_threads(2 * numel, threads)};
-    const Message message = read_message("exp3", kMagics, wire, nbytes);
-    if (message.magic == kRaw) {
-        decode_raw(message, numel, out, dtype, add, segments);
-        return;
-    }
-    const std::int64_t there = message.body_bytes - layout.before_escapes();
-    if (there < 0) {
-        throw std::invalid_argument("exp3: " + std::to_string(numel) + " values need " +
-                                    std::to_string(layout.before_escapes()) + " bytes and escapes, " +
-                                    std::to_string(message.body_bytes) + " are there");
-    }
-    const Exp3Kernels& use = kernels();
-    const Exp3Parts<const char> parts = layout.parts(message.body);
-    const auto starts = segments.offsets([&](std::int64_t first, std::int64_t count) {
-        return use.announced(from_value(parts, first, 0).counts, ceil_div(count, kBlock));
-    });
-    if (padded(starts.back()) != there) {
-        throw std::invalid_argument("exp3: " + std::to_string(starts.back()) + " escapes are announced, " +
-                                    std::to_string(there) + " bytes of them are there");
-    }
-    const auto decode_part = [&](const Exp3Parts<const char>& from, std::int64_t count, void* to) {
-        if (!use.decode(from, count, to)) {
-            throw std::invalid_argument("exp3: a block marks more or fewer escapes than it announces");
-        }
-    };
-    parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-        const std::int64_t first = segments.values_before(begin);
-        const std::int64_t stop = segments.values_before(end);
-        std::int64_t escapes = starts[static_cast<std::size_t>(begin)];
-        if (dtype == DType::bfloat16) {
-            decode_part(from_value(parts, first, escapes), stop - first, static_cast<char*>(out) + 2 * first);
-            return;
-        }
-        alignas(64) char piece[2 * kPiece];
-        for (std::int64_t at = first; at < stop; at += kPiece) {
-            const std::int64_t here = std::min(kPiece, stop - at);
-            const Exp3Parts<const char> from = from_value(parts, at, escapes);
-            decode_part(from, here, piece);
-            value_kernels().cast(piece, DType::bfloat16, here, static_cast<char*>(out) + at * bytes_of(dtype), dtype,
-                                 add);
-            escapes += use.announced(from.counts, ceil_div(here, kBlock));
         }
     });
 }
@@ -782,16 +662,97 @@ public:
     std::span<const DType> dtypes() const override {
         return kDTypes;
     }
-    std::int64_t wire_bytes(std::int64_t numel, DType dtype) const override {
-        return thinwire::wire_bytes(numel, dtype);
+    std::int64_t wire_bytes(std::int64_t numel, DType) const override {
+        return numel == 0 ? 0 : kHeaderBytes + Layout{numel}.raw();
     }
+
     std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
                         int threads) const override {
-        return thinwire::encode(x, dtype, numel, wire, capacity, threads);
+        check_dtype(dtype);
+        check_values("exp3", numel);
+        check_capacity("exp3", wire_bytes(numel, dtype), capacity);
+        if (numel == 0) {
+            return 0;
+        }
+        const Layout layout{numel};
+        const Segments segments{numel, kSegment, useful_threads(2 * numel, threads)};
+        auto* to = static_cast<char*>(wire);
+        char* body = to + kHeaderBytes;
+        const Exp3Parts<char> parts = layout.parts(body);
+        const std::int64_t room = layout.raw() - 4 - layout.before_escapes();  // a multiple of 4: padding fits as well
+        const std::int64_t escapes = room < 0 ? -1 : encode_coded(x, numel, parts, room, segments);
+        if (escapes < 0) {
+            parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
+                const std::int64_t first = 2 * segments.before(begin);
+                std::memcpy(body + first, static_cast<const char*>(x) + first,
+                            static_cast<std::size_t>(2 * segments.before(end) - first));
+            });
+            zero_to(body + 2 * numel, body + layout.raw());
+            write_header(kRaw, wire_bytes(numel, dtype), to);
+            return wire_bytes(numel, dtype);
+        }
+        char* end = parts.escapes + padded(escapes);
+        zero_to(parts.bases + layout.blocks(), parts.counts);
+        zero_to(parts.counts + 2 * layout.blocks(), parts.planes);
+        zero_to(parts.rest + numel, parts.escapes);
+        zero_to(parts.escapes + escapes, end);
+        write_header(kCoded, end - to, to);
+        return end - to;
     }
-    void decode(const void* wire, std::int64_t wire_bytes, std::int64_t numel, DType encoded, void* out, DType dtype,
+
+    void decode(const void* wire, std::int64_t nbytes, std::int64_t numel, DType encoded, void* out, DType dtype,
                 bool add, int threads) const override {
-        thinwire::decode(wire, wire_bytes, numel, encoded, out, dtype, add, threads);
+        check_dtype(encoded);
+        check_values("exp3", numel);
+        check_add("exp3", dtype, add);
+        if (numel == 0) {
+            return;
+        }
+        const Layout layout{numel};
+        const Segments segments{numel, kSegment, useful_threads(2 * numel, threads)};
+        const Message message = read_message("exp3", kMagics, wire, nbytes);
+        if (message.magic == kRaw) {
+            decode_raw(message, numel, out, dtype, add, segments);
+            return;
+        }
+        const std::int64_t there = message.body_bytes - layout.before_escapes();
+        if (there < 0) {
+            throw std::invalid_argument("exp3: " + std::to_string(numel) + " values need " +
+                                        std::to_string(layout.before_escapes()) + " bytes and escapes, " +
+                                        std::to_string(message.body_bytes) + " are there");
+        }
+        const Exp3Kernels& use = kernels();
+        const Exp3Parts<const char> parts = layout.parts(message.body);
+        const auto starts = segments.offsets([&](std::int64_t first, std::int64_t count) {
+            return use.announced(from_value(parts, first, 0).counts, ceil_div(count, kBlock));
+        });
+        if (padded(starts.back()) != there) {
+            throw std::invalid_argument("exp3: " + std::to_string(starts.back()) + " escapes are announced, " +
+                                        std::to_string(there) + " bytes of them are there");
+        }
+        const auto decode_part = [&](const Exp3Parts<const char>& from, std::int64_t count, void* to) {
+            if (!use.decode(from, count, to)) {
+                throw std::invalid_argument("exp3: a block marks more or fewer escapes than it announces");
+            }
+        };
+        parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
+            const std::int64_t first = segments.before(begin);
+            const std::int64_t stop = segments.before(end);
+            std::int64_t escapes = starts[static_cast<std::size_t>(begin)];
+            if (dtype == DType::bfloat16) {
+                decode_part(from_value(parts, first, escapes), stop - first, static_cast<char*>(out) + 2 * first);
+                return;
+            }
+            alignas(64) char piece[2 * kPiece];
+            for (std::int64_t at = first; at < stop; at += kPiece) {
+                const std::int64_t here = std::min(kPiece, stop - at);
+                const Exp3Parts<const char> from = from_value(parts, at, escapes);
+                decode_part(from, here, piece);
+                value_kernels().cast(piece, DType::bfloat16, here, static_cast<char*>(out) + at * bytes_of(dtype),
+                                     dtype, add);
+                escapes += use.announced(from.counts, ceil_div(here, kBlock));
+            }
+        });
     }
 };
 
@@ -804,12 +765,10 @@ Parameters draw(const Draw&) {
     return {};
 }
 
-constexpr LosslessKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind exp3 = {"exp3", nullptr, &kKind};
+extern const CodecKind exp3 = {"exp3", nullptr, make, draw};
 }
 
 }  // namespace thinwire

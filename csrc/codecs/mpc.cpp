@@ -596,14 +596,13 @@ extern const MpcKernels kMpc = {
 #else  // messages and threads
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "codec_kinds.hpp"
 #include "message.hpp"
 #include "pool.hpp"
+#include "segments.hpp"
 #include "target.hpp"
 
 namespace thinwire {
@@ -630,38 +629,10 @@ std::int64_t bitmap_words(std::int64_t nbytes) {
     return ceil_div(nbytes, kBytesPerBitmapWord);
 }
 
-// Where in its bitmap or, by the word, in its values a segment starts.
-std::int64_t bitmap_at(std::int64_t segment) {
-    return 4 * (segment * kSegmentBytes / kBytesPerBitmapWord);
+// Where in the bitmap a segment starts that begins at this byte.
+std::int64_t bitmap_at(std::int64_t first) {
+    return 4 * (first / kBytesPerBitmapWord);
 }
-
-struct Segments {
-    std::int64_t nbytes;
-    int threads;
-
-    std::int64_t count() const {
-        return ceil_div(nbytes, kSegmentBytes);
-    }
-
-    std::int64_t bytes_before(std::int64_t segment) const {
-        return std::min(nbytes, segment * kSegmentBytes);
-    }
-
-    // For each segment and the end: the sum of what `count_of` says of the segments before it.
-    template <class Fn>
-    std::vector<std::int64_t> offsets(const Fn& count_of) const {
-        std::vector<std::int64_t> starts(static_cast<std::size_t>(count()) + 1);
-        parallel_for(count(), threads, [&](std::int64_t begin, std::int64_t end) {
-            for (std::int64_t segment = begin; segment < end; ++segment) {
-                const std::int64_t first = bytes_before(segment);
-                starts[static_cast<std::size_t>(segment) + 1] =
-                    count_of(segment, first, bytes_before(segment + 1) - first);
-            }
-        });
-        std::partial_sum(starts.begin(), starts.end(), starts.begin());
-        return starts;
-    }
-};
 
 class Mpc final : public LosslessFormat {
 public:
@@ -702,18 +673,17 @@ std::int64_t Mpc::encode(const void* x, DType dtype, std::int64_t numel, void* w
     char* bitmap = to + kHeaderBytes;
     char* kept = bitmap + 4 * bitmap_words(nbytes);
     const MpcKernels& use = kernels();
-    const Segments segments{nbytes, useful_threads(nbytes, threads)};
+    const Segments segments{nbytes, kSegmentBytes, useful_threads(nbytes, threads)};
     std::int64_t count = 0;
     if (segments.threads <= 1) {
         count = use.encode(from, nbytes, stride_, bitmap, kept);
     } else {
-        const auto starts = segments.offsets([&](std::int64_t, std::int64_t first, std::int64_t here) {
-            return use.count(from + first, here, stride_);
-        });
+        const auto starts = segments.offsets(
+            [&](std::int64_t first, std::int64_t here) { return use.count(from + first, here, stride_); });
         count = starts.back();
         parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-            const std::int64_t first = segments.bytes_before(begin);
-            use.encode(from + first, segments.bytes_before(end) - first, stride_, bitmap + bitmap_at(begin),
+            const std::int64_t first = segments.before(begin);
+            use.encode(from + first, segments.before(end) - first, stride_, bitmap + bitmap_at(first),
                        kept + 4 * starts[static_cast<std::size_t>(begin)]);
         });
     }
@@ -739,11 +709,11 @@ void Mpc::decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel,
                                     " are there");
     }
     const MpcKernels& use = kernels();
-    const Segments segments{nbytes, useful_threads(nbytes, threads)};
+    const Segments segments{nbytes, kSegmentBytes, useful_threads(nbytes, threads)};
     const char* bitmap = message.body;
     const char* kept = bitmap + bitmap_bytes;
-    const auto starts = segments.offsets([&](std::int64_t segment, std::int64_t, std::int64_t here) {
-        return use.announced(bitmap + bitmap_at(segment), bitmap_words(here));
+    const auto starts = segments.offsets([&](std::int64_t first, std::int64_t here) {
+        return use.announced(bitmap + bitmap_at(first), bitmap_words(here));
     });
     const std::int64_t there = (message.body_bytes - bitmap_bytes) / 4;
     // The last word of the bitmap may have bits for words that do not exist.
@@ -755,9 +725,9 @@ void Mpc::decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel,
                                     std::to_string(words) + ", " + std::to_string(there) + " are there");
     }
     parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
-        const std::int64_t first = segments.bytes_before(begin);
-        const std::int64_t stop = segments.bytes_before(end);
-        const char* bits = bitmap + bitmap_at(begin);
+        const std::int64_t first = segments.before(begin);
+        const std::int64_t stop = segments.before(end);
+        const char* bits = bitmap + bitmap_at(first);
         const char* next = kept + 4 * starts[static_cast<std::size_t>(begin)];
         if (encoded == dtype && !add) {
             use.decode(bits, next, stop - first, stride_, static_cast<char*>(out) + first);
@@ -766,7 +736,7 @@ void Mpc::decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel,
         alignas(64) char piece[kPieceBytes];
         for (std::int64_t at = first; at < stop; at += kPieceBytes) {
             const std::int64_t here = std::min(kPieceBytes, stop - at);
-            next += 4 * use.decode(bits + 4 * ((at - first) / kBytesPerBitmapWord), next, here, stride_, piece);
+            next += 4 * use.decode(bits + bitmap_at(at - first), next, here, stride_, piece);
             value_kernels().cast(piece, encoded, here / bytes_of(encoded),
                                  static_cast<char*>(out) + at / bytes_of(encoded) * bytes_of(dtype), dtype, add);
         }
@@ -786,12 +756,10 @@ Parameters draw(const Draw& draw) {
     return {draw(0, 1) == 0 ? 1 : draw(1, kMostStride)};
 }
 
-constexpr LosslessKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind mpc = {"mpc", nullptr, &kKind};
+extern const CodecKind mpc = {"mpc", nullptr, make, draw};
 }
 
 }  // namespace thinwire

@@ -341,12 +341,10 @@ Parameters draw(const Draw& number) {
     return {number(9, 128)};
 }
 
-constexpr FixedKind kKind = {make, draw};
-
 }  // namespace
 
 namespace codecs {
-extern const CodecKind zfp = {"zfp", &kKind, nullptr};
+extern const CodecKind zfp = {"zfp", make, nullptr, draw};
 }
 
 }  // namespace thinwire

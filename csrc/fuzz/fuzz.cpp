@@ -1,7 +1,9 @@
 #include "fuzz/fuzz.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -52,6 +54,17 @@ void Buffer::mutate(Input& input, int most) {
         std::uint8_t& at = (*this)[input.number(0, size_ - 1)];
         at = input.flag() ? input.byte() : static_cast<std::uint8_t>(at ^ 1 << input.number(0, 7));
     }
+}
+
+const CodecKind& any_kind(Input& input, bool (*fits)(const CodecKind& kind)) {
+    std::vector<const CodecKind*> kinds;
+    std::copy_if(codec_kinds().begin(), codec_kinds().end(), std::back_inserter(kinds),
+                 [&](const CodecKind* kind) { return fits(*kind); });
+    return *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
+}
+
+Parameters any_parameters(Input& input, const CodecKind& kind) {
+    return kind.draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); });
 }
 
 void require(bool holds, const char* what) {

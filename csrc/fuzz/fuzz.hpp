@@ -8,6 +8,8 @@
 #include <span>
 #include <stdexcept>
 
+#include "codec_kinds.hpp"
+
 namespace thinwire::fuzz {
 
 // The bytes a run is made from: first its choices, then the contents of buffers. Zeros follow its end.
@@ -54,6 +56,10 @@ private:
     std::int64_t misaligned_;
     std::unique_ptr<std::uint8_t[]> memory_;
 };
+
+// One of the codecs for which `fits` holds, and parameters of it.
+const CodecKind& any_kind(Input& input, bool (*fits)(const CodecKind& kind));
+Parameters any_parameters(Input& input, const CodecKind& kind);
 
 // Ends the process, in a way that fuzzers take for a finding.
 void require(bool holds, const char* what);

@@ -7,51 +7,28 @@
 
 #include "codec.hpp"
 #include "fuzz/fuzz.hpp"
+#include "sizes.hpp"
 #include "target.hpp"
 
 namespace thinwire::fuzz {
 namespace {
 
-constexpr std::int64_t kMostValues = 2600;   // several blocks and a part of another, whatever the format
+constexpr std::int64_t kSomeValues = 2600;   // several blocks and a part of another, whatever the format
 constexpr std::int64_t kManyValues = 70000;  // more than one thread takes at a time, and than the longest block
 constexpr std::int64_t kMostMessages = 3;
-
-std::int64_t item_bytes(DType dtype) {
-    return dtype == DType::float32 ? 4 : 2;
-}
 
 DType any_dtype(Input& input) {
     return static_cast<DType>(input.number(0, 2));
 }
 
 Codec any_codec(Input& input) {
-    std::vector<const CodecKind*> kinds;
-    for (const CodecKind* kind : codec_kinds()) {
-        if (kind->fixed != nullptr) {
-            kinds.push_back(kind);
-        }
-    }
-    const CodecKind& kind = *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
-    const Parameters parameters =
-        kind.fixed->draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); });
-    return Codec(kind.name, parameters);
+    const CodecKind& kind = any_kind(input, [](const CodecKind& each) { return each.make_fixed != nullptr; });
+    return Codec(kind.name, any_parameters(input, kind));
 }
 
 std::int64_t any_numel(Input& input) {
-    switch (input.number(0, 31)) {
-        case 0:
-            return input.number(0, kManyValues);
-        case 1:
-        case 2:
-        case 3:
-        case 4:
-        case 5:
-        case 6:
-        case 7:
-            return input.number(0, kMostValues);
-        default:
-            return input.number(0, 300);
-    }
+    const std::int64_t length = input.number(0, 31);
+    return input.number(0, length == 0 ? kManyValues : length < 8 ? kSomeValues : 300);
 }
 
 // Every choice that a call leaves open.
@@ -74,7 +51,7 @@ struct Call {
           misaligned_wire(input.number(0, 7)) {}
 
     Buffer values(DType of) const {
-        return Buffer(numel * item_bytes(of), misaligned_values);
+        return Buffer(numel * bytes_of(of), misaligned_values);
     }
     Buffer wire() const {
         return Buffer(codec.wire_bytes(numel), misaligned_wire);
@@ -100,8 +77,7 @@ struct Call {
 
 std::uint32_t bits_at(Buffer& values, std::int64_t index, DType dtype) {
     std::uint32_t bits = 0;
-    const std::size_t size = dtype == DType::float32 ? 4 : 2;
-    std::memcpy(&bits, &values[static_cast<std::int64_t>(size) * index], size);
+    std::memcpy(&bits, &values[bytes_of(dtype) * index], static_cast<std::size_t>(bytes_of(dtype)));
     return bits;
 }
 

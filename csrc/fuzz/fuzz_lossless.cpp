@@ -1,29 +1,18 @@
 #include <cstring>
 #include <memory>
-#include <vector>
 
 #include "codec_kinds.hpp"
 #include "fuzz/fuzz.hpp"
+#include "message.hpp"
 
 namespace thinwire::fuzz {
 namespace {
 
-constexpr std::int64_t kMostValues = 2600;  // two chunks or five blocks, and a part of another
-constexpr std::int64_t kHeaderBytes = 8;
-
-const LosslessKind& any_kind(Input& input) {
-    std::vector<const LosslessKind*> kinds;
-    for (const CodecKind* kind : codec_kinds()) {
-        if (kind->lossless != nullptr) {
-            kinds.push_back(kind->lossless);
-        }
-    }
-    return *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
-}
+constexpr std::int64_t kSomeValues = 2600;  // two chunks or five blocks, and a part of another
 
 std::unique_ptr<const LosslessFormat> any_format(Input& input) {
-    const LosslessKind& kind = any_kind(input);
-    return kind.make(kind.draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); }));
+    const CodecKind& kind = any_kind(input, [](const CodecKind& each) { return each.make_lossless != nullptr; });
+    return kind.make_lossless(any_parameters(input, kind));
 }
 
 struct Call {
@@ -39,7 +28,7 @@ struct Call {
     explicit Call(Input& input)
         : format(any_format(input)),
           encoded(format->dtypes()[static_cast<std::size_t>(input.number(0, std::ssize(format->dtypes()) - 1))]),
-          numel(input.flag() ? input.number(0, 200) : input.number(0, kMostValues)),
+          numel(input.flag() ? input.number(0, 200) : input.number(0, kSomeValues)),
           dtype(static_cast<DType>(input.number(0, 2))),
           add(dtype == DType::float32 && input.flag()),
           threads(static_cast<int>(input.number(1, 3))),
@@ -47,7 +36,7 @@ struct Call {
           misaligned_wire(input.number(0, 7)) {}
 
     Buffer values(DType of) const {
-        return Buffer(numel * (of == DType::float32 ? 4 : 2), misaligned_values);
+        return Buffer(numel * bytes_of(of), misaligned_values);
     }
     // Values as tensors have them: of few exponents, some of them far away.
     Buffer tensor(Input& input) const {

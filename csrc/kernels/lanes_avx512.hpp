@@ -7,6 +7,8 @@
 
 #include "kernels/lanes.hpp"
 
+#define MM(name) _mm512_##name
+
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
@@ -23,115 +25,17 @@ void store_lanes(void* to, Lanes lanes) {
     _mm512_storeu_si512(to, lanes);
 }
 
-Lanes zeros() {
-    return _mm512_setzero_si512();
-}
-
-Lanes all_bytes(int value) {
-    return _mm512_set1_epi8(static_cast<char>(value));
-}
-
-Lanes all_words(int value) {
-    return _mm512_set1_epi16(static_cast<std::int16_t>(value));
-}
-
-Lanes all_numbers(std::int32_t value) {
-    return _mm512_set1_epi32(value);
-}
-
-Floats all_floats(float value) {
-    return _mm512_set1_ps(value);
-}
-
-// ------------------------------------------------------------------------------------------------ rounding
-
-// x * factor, rounded to nearest even, as words with saturation: of each 128 bits, those of `a` before those of `b`.
-Lanes rounded_words(Floats a, Floats b, Floats factor) {
-    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
-                              _mm512_cvtps_epi32(_mm512_mul_ps(b, factor)));
-}
-
-// Words as bytes with saturation, in the same order.
-Lanes bytes_of(Lanes a, Lanes b) {
-    return _mm512_packs_epi16(a, b);
-}
-
-// ------------------------------------------------------------------------------------------------ words and bytes
-
-// a * b / 2^15, rounded, halves upwards.
-Lanes rounded_products(Lanes a, Lanes b) {
-    return _mm512_mulhrs_epi16(a, b);
-}
-
-Lanes magnitudes_of_bytes(Lanes a) {
-    return _mm512_abs_epi8(a);
-}
-
-Lanes smaller_bytes(Lanes a, Lanes b) {
-    return _mm512_min_epu8(a, b);
-}
-
-// `value`, plus one where a byte of `a` is negative.
-Lanes one_more_where_negative(int value, Lanes a) {
-    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(a), all_bytes(value), all_bytes(value + 1));
-}
-
-// Bytes between two numbers.
-Lanes limited_bytes(Lanes a, int least, int most) {
-    return _mm512_max_epi8(_mm512_min_epi8(a, all_bytes(most)), all_bytes(least));
-}
-
-// ------------------------------------------------------------------------------------------------ sums
-
-// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^15.
-Lanes add_products(Lanes sums, Lanes a, Lanes b) {
-    return _mm512_add_epi16(sums, _mm512_maddubs_epi16(a, b));
-}
-
-// Sums of 16 bits, each below 2^15, added to others of 32 bits.
-Lanes add_sums(Lanes total, Lanes sums) {
-    return _mm512_add_epi32(total, _mm512_madd_epi16(sums, all_words(1)));
-}
-
-// Bytes added to sums of 32 bits.
-Lanes add_bytes(Lanes total, Lanes bytes) {
-    return _mm512_add_epi32(total, _mm512_sad_epu8(bytes, zeros()));
-}
-
-Lanes sum(Lanes a, Lanes b) {
-    return _mm512_add_epi32(a, b);
-}
-
-Lanes larger(Lanes a, Lanes b) {
-    return _mm512_max_epi32(a, b);
-}
-
-Lanes larger_unsigned(Lanes a, Lanes b) {
-    return _mm512_max_epu32(a, b);
-}
-
-// One number from the 32-bit lanes of each of four registers.
+// The parts of 128 bits, joined.
 template <Lanes (*kJoin)(Lanes, Lanes)>
-Ints4 reduced(const Lanes (&lanes)[4]) {
-    const Lanes first = kJoin(_mm512_unpacklo_epi32(lanes[0], lanes[1]), _mm512_unpackhi_epi32(lanes[0], lanes[1]));
-    const Lanes second = kJoin(_mm512_unpacklo_epi32(lanes[2], lanes[3]), _mm512_unpackhi_epi32(lanes[2], lanes[3]));
-    const Lanes quarters = kJoin(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+Ints4 joined(Lanes quarters) {
     const Lanes halves = kJoin(quarters, _mm512_shuffle_i64x2(quarters, quarters, 0x4e));
     const Lanes whole = kJoin(halves, _mm512_shuffle_i64x2(halves, halves, 0xb1));
     return __builtin_bit_cast(Ints4, _mm512_castsi512_si128(whole));
 }
 
-// ------------------------------------------------------------------------------------------------ sources
-
-// kWidth values in four parts, which rounded_words and bytes_of join in whatever order is cheapest; pairs of positions
-// 2i and 2i + 1 stay side by side. Maxima and sums do not mind; in_order and pairs_in_order tell who writes values.
-struct Parts {
-    Floats part[4];
-};
-
-// Where 32-bit numbers come from if number i of lane j is the (4i + j)th.
-Lanes transposed() {
-    return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+// kWidth / 4 of fp16.
+Floats widened_halves(const char* x) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
 
 // Where words come from if word i of lane j is the (4i + j)th.
@@ -147,32 +51,12 @@ struct WordOrder {
 
 constexpr WordOrder kWords;
 
-struct Float32 {
-    static constexpr std::int64_t kBytes = 4;
-
-    static Parts load(const char* x) {
-        const auto* from = reinterpret_cast<const float*>(x);
-        return {{_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16), _mm512_loadu_ps(from + 32),
-                 _mm512_loadu_ps(from + 48)}};
-    }
-
-    // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
-    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
-        most = _mm512_set1_epi32(INT32_MIN);
-        most_unsigned = zeros();
-        for (std::int64_t i = 0; i < numel; i += 16) {
-            const Lanes bits = load_lanes(x + 4 * i);
-            most = _mm512_max_epi32(most, bits);
-            most_unsigned = _mm512_max_epu32(most_unsigned, bits);
-        }
-    }
-
-    static Floats4 widened(Ints4 bits) {
-        return __builtin_bit_cast(Floats4, bits);
-    }
-
+// The orders of Float32 and BFloat16.
+struct OrderOfFloats {
+    // Number i of lane j is the (4i + j)th.
     static Lanes in_order(Lanes bytes) {
-        return _mm512_permutexvar_epi32(transposed(), bytes);
+        const Lanes from = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        return _mm512_permutexvar_epi32(from, bytes);
     }
 
     static Lanes pairs_in_order(Lanes bytes) {
@@ -180,125 +64,19 @@ struct Float32 {
     }
 };
 
-// What dtypes of 16 bits have in common.
-struct SixteenBits {
-    static constexpr std::int64_t kBytes = 2;
-
-    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
-        most = _mm512_set1_epi16(INT16_MIN);
-        most_unsigned = zeros();
-        for (std::int64_t i = 0; i < numel; i += 32) {
-            const Lanes bits = load_lanes(x + 2 * i);
-            most = _mm512_max_epi16(most, bits);
-            most_unsigned = _mm512_max_epu16(most_unsigned, bits);
-        }
-        most = _mm512_max_epi32(_mm512_slli_epi32(most, 16), high_halves(most));
-        most_unsigned = _mm512_max_epu32(_mm512_slli_epi32(most_unsigned, 16), high_halves(most_unsigned));
-    }
-
-protected:
-    static Lanes high_halves(Lanes bits) {
-        return _mm512_and_si512(bits, _mm512_set1_epi32(-0x10000));
-    }
-};
-
-struct BFloat16 : SixteenBits {
-    static Parts load(const char* x) {
-        const Lanes first = load_lanes(x);
-        const Lanes second = load_lanes(x + 64);
-        return {{lower(first), upper(first), lower(second), upper(second)}};
-    }
-
-    static Floats4 widened(Ints4 bits) {
-        return __builtin_bit_cast(Floats4, bits);
-    }
-
+struct OrderOfHalves {
     static Lanes in_order(Lanes bytes) {
         return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), bytes);
     }
 
     static Lanes pairs_in_order(Lanes bytes) {
-        return _mm512_permutexvar_epi32(transposed(), bytes);
-    }
-
-private:
-    // The words of each 128 bits' lower or upper half, above zeros.
-    static Floats lower(Lanes bits) {
-        return _mm512_castsi512_ps(_mm512_unpacklo_epi16(zeros(), bits));
-    }
-
-    static Floats upper(Lanes bits) {
-        return _mm512_castsi512_ps(_mm512_unpackhi_epi16(zeros(), bits));
+        return OrderOfFloats::in_order(bytes);
     }
 };
-
-struct Float16 : SixteenBits {
-    static Parts load(const char* x) {
-        const auto* from = reinterpret_cast<const __m256i*>(x);
-        return {{_mm512_cvtph_ps(_mm256_loadu_si256(from)), _mm512_cvtph_ps(_mm256_loadu_si256(from + 1)),
-                 _mm512_cvtph_ps(_mm256_loadu_si256(from + 2)), _mm512_cvtph_ps(_mm256_loadu_si256(from + 3))}};
-    }
-
-    static Floats4 widened(Ints4 bits) {
-        Floats4 values;
-        for (int i = 0; i < 4; ++i) {
-            values[i] = float_of_fp16(static_cast<std::uint16_t>(bits[i] >> 16));
-        }
-        return values;
-    }
-
-    static Lanes in_order(Lanes bytes) {
-        return Float32::in_order(bytes);
-    }
-
-    static Lanes pairs_in_order(Lanes bytes) {
-        return Float32::pairs_in_order(bytes);
-    }
-};
-
-// ------------------------------------------------------------------------------------------------ nibbles
-
-Lanes low_nibbles(Lanes bytes) {
-    return _mm512_and_si512(bytes, all_bytes(15));
-}
-
-// The pairs of two vectors of codes.
-template <class Source>
-Lanes packed_nibbles(Lanes first, Lanes second) {
-    const Lanes weights = all_words(0x1001);  // 1 for the even values, 16 for the odd ones
-    const Lanes low = _mm512_maddubs_epi16(low_nibbles(first), weights);
-    const Lanes high = _mm512_maddubs_epi16(low_nibbles(second), weights);
-    return Source::pairs_in_order(_mm512_packus_epi16(low, high));
-}
-
-Lanes high_nibbles(Lanes bytes) {
-    return low_nibbles(_mm512_srli_epi16(bytes, 4));
-}
 
 // A table of sixteen bytes for looked_up.
 Lanes table_of(const void* bytes) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(bytes)));
-}
-
-Lanes looked_up(Lanes table, Lanes nibbles) {
-    return _mm512_shuffle_epi8(table, nibbles);
-}
-
-// Of each 128 bits the lower or the upper half of both, byte by byte or word by word in turn.
-Lanes lower_bytes(Lanes a, Lanes b) {
-    return _mm512_unpacklo_epi8(a, b);
-}
-
-Lanes upper_bytes(Lanes a, Lanes b) {
-    return _mm512_unpackhi_epi8(a, b);
-}
-
-Lanes lower_words(Lanes a, Lanes b) {
-    return _mm512_unpacklo_epi16(a, b);
-}
-
-Lanes upper_words(Lanes a, Lanes b) {
-    return _mm512_unpackhi_epi16(a, b);
 }
 
 // The lower or the upper half of both, 128 bits in turn.
@@ -332,3 +110,5 @@ void store_in_turn(void* to, const Lanes (&parts)[4]) {
 
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
+
+#include "kernels/lanes_x86.hpp"

@@ -26,15 +26,6 @@ struct Job {
     std::vector<char> values;
 };
 
-bool is_fixed(const std::string& codec) {
-    for (const thinwire::CodecKind* kind : thinwire::codec_kinds()) {
-        if (kind->name == codec) {
-            return kind->fixed != nullptr;
-        }
-    }
-    throw std::invalid_argument("no codec is called " + codec);
-}
-
 bool read_job(Job& job) {
     std::string line;
     if (!std::getline(std::cin, line)) {
@@ -54,14 +45,14 @@ bool read_job(Job& job) {
 }
 
 std::vector<char> encoded(const Job& job, std::vector<char>& decoded) {
-    if (is_fixed(job.codec)) {
+    if (thinwire::codec_kind(job.codec).make_fixed != nullptr) {
         const thinwire::Codec codec(job.codec, job.parameters);
         std::vector<char> wire(static_cast<std::size_t>(codec.wire_bytes(job.numel)));
         codec.encode(job.values.data(), job.dtype, job.numel, wire.data(), std::ssize(wire), job.seed, 1);
         codec.decode(wire.data(), std::ssize(wire), job.numel, decoded.data(), job.dtype, false, 1);
         return wire;
     }
-    const auto codec = thinwire::lossless_kind(job.codec).make(job.parameters);
+    const auto codec = thinwire::make_lossless(job.codec, job.parameters);
     std::vector<char> wire(static_cast<std::size_t>(codec->wire_bytes(job.numel, job.dtype)));
     const std::int64_t nbytes =
         codec->encode(job.values.data(), job.dtype, job.numel, wire.data(), std::ssize(wire), 1);

@@ -67,9 +67,7 @@ def pair(name: str) -> tuple[codecs.Codec, codecs.Codec]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("zfp") else name for name in FIXED]
-)
+@pytest.mark.parametrize("name", FIXED)
 def test_messages_and_values_are_the_references(name: str) -> None:
     reference, native = pair(name)
     sizes = (7, 255) if name.startswith("zfp") else SIZES  # the reference codes ZFP bit by bit; see cpp/test_zfp.py

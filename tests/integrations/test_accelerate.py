@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.frameworks.stateful import Counter
 from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -29,7 +30,7 @@ from accelerate.utils import (  # noqa: E402
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
-from tests.support.frameworks.accelerate import job  # noqa: E402
+from tests.support.frameworks.accelerate import accelerator_of, job  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 
@@ -129,13 +130,6 @@ class Loop:
         return torch.cat(losses)
 
 
-def accelerator_of(plan: str | None, **options: Any) -> Any:
-    """Of accelerate itself, or over a plan."""
-    if plan is None:
-        return accelerate.Accelerator(cpu=True, **options)
-    return ThinwireAccelerator(cpu=True, plan=plan, **options)
-
-
 def run(plan: str | None, clip: float | None = None, steps: int = STEPS, **options: Any) -> Course:
     with job():
         return Loop(accelerator_of(plan, **options), clip=clip, steps=steps).train()
@@ -172,19 +166,6 @@ def test_a_loop_trains_as_under_ddp_with_other_settings() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
-
-
-class Counter:
-    """An object that the loop registers for checkpoints."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def save(directory: Path) -> Course:

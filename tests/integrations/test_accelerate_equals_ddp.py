@@ -15,16 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR, SequentialLR, StepLR
 
 accelerate = pytest.importorskip("accelerate")
 
-from tests.support.frameworks.accelerate import job  # noqa: E402
-
-from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
-
-
-def accelerator_of(plan: str | None, **options: Any) -> Any:
-    """Of accelerate itself, or over a plan."""
-    if plan is None:
-        return accelerate.Accelerator(cpu=True, **options)
-    return ThinwireAccelerator(cpu=True, plan=plan, **options)
+from tests.support.frameworks.accelerate import accelerator_of, job  # noqa: E402
 
 
 def build() -> nn.Module:

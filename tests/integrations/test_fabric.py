@@ -20,6 +20,7 @@ from tests.support.frameworks.fabric import (
     parts,
     weights,
 )
+from tests.support.frameworks.stateful import Counter
 from tests.support.ranks import on_ranks
 from torch import nn
 
@@ -27,19 +28,6 @@ import thinwire as tw
 from thinwire.errors import SpecError, UsageError
 from thinwire.integrations.fabric import ThinwireFabricStrategy
 from thinwire.testing import run_ranks
-
-
-class Counter:
-    """An object with a state of its own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 @pytest.mark.slow

@@ -29,21 +29,24 @@ from tests.support.said import heard
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer, ThinwireTrainerMixin
 from thinwire.sharding.api import runtime
 from thinwire.spec.profile import Profile
 from thinwire.testing import run_ranks
 
 
-def train(directory: Path, plan: str | None, resume: Path | None = None, **options: Any) -> Results:
-    """Train under a plan, or with the trainer's own DDP."""
+def train(directory: Path, plan: str | None, resume: Path | None = None, model: Any = None, **options: Any) -> Results:
+    """Train under a plan, or with the trainer's own DDP; adapters are saved."""
+    data = {"train_dataset": Text(400), "eval_dataset": Text(16)}
     if plan is None:
         settings = arguments(directory, transformers.TrainingArguments, **options)
-        trainer = transformers.Trainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+        trainer = transformers.Trainer(model or build(), settings, **data)
     else:
         settings = arguments(directory, ThinwireArguments, plan=plan, **options)
-        trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+        trainer = ThinwireTrainer(model or build(), settings, **data)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if model is not None:
+        trainer.save_model()
     weights = tw.full_state_dict(trainer.model) if plan else trainer.model.state_dict()
     return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
 
@@ -147,15 +150,10 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": "auto", "max_steps": 1}, 'plan="auto": the length of sequences is unknown'),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options)).create_optimizer()
+def test_a_plan_for_sequences_of_unknown_length_is_refused(tmp_path: Path) -> None:
+    settings = arguments(tmp_path, ThinwireArguments, plan="auto", max_steps=1)
+    with pytest.raises(UsageError, match='plan="auto": the length of sequences is unknown'):
+        ThinwireTrainer(build(), settings).create_optimizer()
 
 
 @on_ranks(2)
@@ -292,17 +290,7 @@ def adapters(directory: Path, plan: str | None) -> Results:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     model = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-    if plan is None:
-        settings = arguments(directory, transformers.TrainingArguments, max_steps=5)
-        trainer = transformers.Trainer(model, settings, train_dataset=Text(400))
-    else:
-        trainer = ThinwireTrainer(
-            model, arguments(directory, ThinwireArguments, plan=plan, max_steps=5), train_dataset=Text(400)
-        )
-    trainer.train()
-    trainer.save_model()
-    weights = tw.full_state_dict(trainer.model) if plan else trainer.model.state_dict()
-    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+    return train(directory, plan, model=model, max_steps=5)
 
 
 def compare_adapters(directory: Path) -> None:
@@ -328,52 +316,42 @@ TEXT = ROOT / "README.md"
 
 
 def supervised(directory: Path, plan: str | None) -> list[dict[str, float]]:
-    """Losses and norms of TRL's SFTTrainer on sentences of a real text, with a tokenizer of characters."""
-    import datasets
+    """Losses and norms of TRL's SFTTrainer on sentences of a real text."""
     import trl
 
-    from thinwire.integrations.transformers import ThinwireTrainerMixin
-
     text = TEXT.read_text()
-    tokenizer = tokenizer_of(text)
-    data = datasets.Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]})
-    settings = arguments(directory, trl.SFTConfig, max_steps=5, max_length=64, bf16=False)
-
-    class Supervised(ThinwireTrainerMixin, trl.SFTTrainer):
-        pass
-
-    model = reader(len(tokenizer))
-    if plan is None:
-        trainer = trl.SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
-    else:
-        trainer = Supervised(model, settings, train_dataset=data, processing_class=tokenizer, plan=plan)
-    trainer.train()
-    return logged(trainer, "loss", "grad_norm")
+    data = {"text": [text[i : i + 60] for i in range(0, 6000, 60)]}
+    return logged(by_trl(trl.SFTTrainer, trl.SFTConfig, directory, plan, data, models=1), "loss", "grad_norm")
 
 
 def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
     """Losses, norms and margins of TRL's DPOTrainer, with a reference model that stays whole."""
-    import datasets
     import trl
 
-    from thinwire.integrations.transformers import ThinwireTrainerMixin
-
     text = TEXT.read_text()
-    tokenizer = tokenizer_of(text)
     parts = [text[i : i + 20] for i in range(0, 2400, 20)]
-    data = datasets.Dataset.from_dict({"prompt": parts[0::3], "chosen": parts[1::3], "rejected": parts[2::3]})
-    settings = arguments(directory, trl.DPOConfig, max_steps=5, max_length=64, bf16=False)
-
-    class Preferring(ThinwireTrainerMixin, trl.DPOTrainer):
-        pass
-
-    models = reader(len(tokenizer)), reader(len(tokenizer))
-    if plan is None:
-        trainer = trl.DPOTrainer(*models, settings, train_dataset=data, processing_class=tokenizer)
-    else:
-        trainer = Preferring(*models, settings, train_dataset=data, processing_class=tokenizer, plan=plan)
-    trainer.train()
+    data = {"prompt": parts[0::3], "chosen": parts[1::3], "rejected": parts[2::3]}
+    trainer = by_trl(trl.DPOTrainer, trl.DPOConfig, directory, plan, data, models=2)
     return logged(trainer, "loss", "grad_norm", "rewards/margins")
+
+
+def by_trl(
+    kind: type, settings: type, directory: Path, plan: str | None, data: dict[str, list[str]], *, models: int
+) -> Any:
+    """One of TRL's trainers after five steps, with a tokenizer of characters."""
+    import datasets
+
+    tokenizer = tokenizer_of(TEXT.read_text())
+    made = kind if plan is None else type("OverShares", (ThinwireTrainerMixin, kind), {})
+    trainer = made(
+        *(reader(len(tokenizer)) for _ in range(models)),
+        arguments(directory, settings, max_steps=5, max_length=64, bf16=False),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer,
+        **({} if plan is None else {"plan": plan}),
+    )
+    trainer.train()
+    return trainer
 
 
 @pytest.mark.slow

@@ -1,15 +1,17 @@
-"""Chooses the backend of a codec. Only this module imports backends."""
+"""Chooses the backend of a codec. Only this module imports backends, by the module that the codec's family names."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 
 import torch
 
 from thinwire.codecs.codec import Codec
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import CodecPlugin, CodecSpec
+from thinwire.spec.codec import FAMILIES
 
 BACKENDS = ("reference", "cpp", "triton")
 """``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its
@@ -53,7 +55,11 @@ def _make(spec: CodecSpec, backend: str) -> Codec:
     check_backend(backend)
     if spec.plugin is not None:
         return _of_plugin(spec, spec.plugin)
-    codec: Codec = importlib.import_module(f"thinwire.codecs.{backend}").make(spec)
+    # Triton exists only on Linux, and the kernel modules need it when they are imported.
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        raise UsageError("the triton backend needs Triton, which is not installed: pip install triton")
+    module = "native" if backend == "cpp" else FAMILIES[spec.family].module
+    codec: Codec = importlib.import_module(f"thinwire.codecs.{backend}.{module}").make(spec)
     return codec
 
 

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from thinwire.codecs.bits import pack, unpack
+from thinwire.codecs.bits import pack, store, unpack
 from thinwire.codecs.codec import Codec
 from thinwire.spec.topk import CHUNK, field_bytes, kept
 
@@ -44,10 +44,7 @@ class TopK(Codec):
             own = scale[chunk : chunk + rows.shape[0]]
             _decoded(rows, code[done:end].view(-1, count), place[done:end].view(-1, count), own)
             done, chunk = end, chunk + rows.shape[0]
-        if add:
-            out.add_(values)
-        else:
-            out.copy_(values)
+        store(values, out, add=add)
 
     def _chunks(self, x: Tensor, numel: int) -> list[tuple[Tensor, int]]:
         """Whole chunks as rows and the rest as one row, each with the number of values that travel of a row."""

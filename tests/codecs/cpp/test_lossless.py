@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable
 
 import pytest
 import torch
-from tests.support.codecs.samples import LOSSLESS
+from tests.support.codecs.samples import LOSSLESS, with_word
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.cpp import _native
 from thinwire.codecs.cpp.native import LosslessCodec
-from thinwire.codecs.reference import make
+from thinwire.codecs.registry import get
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import FAMILIES
@@ -33,7 +32,7 @@ def native(name: str) -> Codec:
 
 
 def reference(name: str) -> Codec:
-    return make(CodecSpec(name))
+    return get(name, backend="reference")
 
 
 def any_bits(dtype: torch.dtype, n: int) -> Tensor:
@@ -187,12 +186,6 @@ def test_refuses_what_the_reference_refuses(name: str, dtype: torch.dtype) -> No
             for codec in (native(name), reference(name)):
                 with pytest.raises(WireError, match=f"^{CodecSpec(name).family}: "):
                     codec.decode(wire, other, dtype)
-
-
-def with_word(wire: Tensor, index: int, value: int) -> Tensor:
-    changed = wire.clone()
-    changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
-    return changed
 
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)

@@ -129,6 +129,11 @@ class LosslessCodec(Codec):
             raise WireError(str(error)) from None
 
 
+def make(spec: CodecSpec) -> Codec:
+    """Make the codec of a spec."""
+    return LosslessCodec(spec) if spec.is_variable_length else FixedCodec(spec)
+
+
 def _summands(total: Sum) -> tuple[int, int, int, int, int, int, float]:
     """A sum as native code takes it."""
     onto = total.onto

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import platform
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,10 @@ class Shelter:
 
     def __init__(self, place: Rendezvous, keys: Keys, timeout: datetime.timedelta) -> None:
         self.address = inside_of(place.rank)
-        self._place, self._timeout = place, timeout
+        self._place, self._timeout, self._where = place, timeout, place.where
         # torchrun's own store has its port, and is not used.
         self._port = place.port + 1 if place.at_launcher else place.port
-        self._gateway = Gateway(keys, _job(place.world, os.environ), place.world)
+        self._gateway = Gateway(keys, _job(place.world), place.world)
         try:
             inner, address, port = self._host() if place.rank == 0 else self._join()
         except BaseException:
@@ -114,10 +113,6 @@ class Shelter:
             )
         return address
 
-    @property
-    def _where(self) -> str:
-        return f"MASTER_ADDR = {self._place.host}, MASTER_PORT = {self._place.port}"
-
 
 _shelters: list[Shelter] = []
 
@@ -130,9 +125,9 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: datetime.tim
     return backend(store, rank, size, options)
 
 
-def _job(world: int, environment: Mapping[str, str]) -> str:
+def _job(world: int) -> str:
     """Name of the job, so that a rank that reaches another job's gateway is told so."""
-    launched = [environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+    launched = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
     return "\n".join([*launched, str(world)])
 
 

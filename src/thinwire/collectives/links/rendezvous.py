@@ -115,7 +115,7 @@ class Rendezvous:
             return store
         server = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
-            f"rank {self.rank} has not reached {server} at {self._where} within {timeout.total_seconds():.0f} s: "
+            f"rank {self.rank} has not reached {server} at {self.where} within {timeout.total_seconds():.0f} s: "
             f"nobody or another program answers there; see whether {server} runs there and a firewall leaves the "
             "port open"
         )
@@ -137,7 +137,7 @@ class Rendezvous:
         while (present := 1 + store.add(f"{part}/here", 0)) < self.world:
             if time.monotonic() > deadline:
                 raise UsageError(
-                    f"rank 0 has waited for the other ranks at {self._where}, torchrun's store, for "
+                    f"rank 0 has waited for the other ranks at {self.where}, torchrun's store, for "
                     f"{timeout.total_seconds():.0f} s: {present} of {self.world} came; see whether all hosts run the "
                     "same command"
                 )
@@ -156,7 +156,7 @@ class Rendezvous:
             store.wait([f"thinwire/{word}"], timeout)
         except RuntimeError as error:
             raise UsageError(
-                f"rank {self.rank} has reached torchrun's store at {self._where}, but rank 0 has not answered there "
+                f"rank {self.rank} has reached torchrun's store at {self.where}, but rank 0 has not answered there "
                 f"within {timeout.total_seconds():.0f} s; see whether all hosts run the same command"
             ) from error
         part = store.get(f"thinwire/{word}").decode()
@@ -164,7 +164,8 @@ class Rendezvous:
         return part
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The two variables that say where the store is, for messages."""
         return f"MASTER_ADDR = {self.host}, MASTER_PORT = {self.port}"
 
     def _host(self, timeout: datetime.timedelta) -> dist.Store:
@@ -172,7 +173,7 @@ class Rendezvous:
             listener = self._listener()
         except OSError as error:
             raise UsageError(
-                f"rank 0 cannot listen on {self._where}: {os.strerror(error.errno or 0)}; choose another port, or an "
+                f"rank 0 cannot listen on {self.where}: {os.strerror(error.errno or 0)}; choose another port, or an "
                 "address of this host, for all ranks"
             ) from error
         return self.host_at(listener, self.host, timeout)
@@ -195,7 +196,7 @@ class Rendezvous:
             )
         except RuntimeError as error:
             raise UsageError(
-                f"rank 0 has waited for the other ranks at {self._where} for {timeout.total_seconds():.0f} s: "
+                f"rank 0 has waited for the other ranks at {self.where} for {timeout.total_seconds():.0f} s: "
                 f"{str(error).splitlines()[0]}; see whether all {self.world} ranks were started with this address"
             ) from error
 
