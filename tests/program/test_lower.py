@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from thinwire.cost.units import units as units_of
-from thinwire.program import Axis, BufferInfo, Event, HostLane, Kind, Lane, Phase, UnitInfo, lower
+from thinwire.program import SLOTS, Axis, BufferInfo, Event, HostLane, Kind, Lane, Phase, UnitInfo, lower
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
@@ -180,3 +180,20 @@ def test_a_unit_that_is_used_again_soon_stays_gathered_between_its_forward_and_i
     assert gathers(0) == sorted([*each, *each[:-1]]), "the backward of the last module follows its forward"
     assert gathers(2 * units[0].nbytes) == sorted([*each, *each[:-2]])
     assert gathers(2 * len(units) * units[0].nbytes) == each
+
+
+@pytest.mark.parametrize("where", ["host-stream", "host-update"])
+def test_states_come_up_once_those_of_earlier_batches_have_left(where: str) -> None:
+    plan = Plan.preset("zero1", nodes=2, local=2, residence={"optimizer": where})
+    copies = [
+        operation
+        for operation in lower(plan, modules_of_blocks()).operations
+        if operation.kind is Kind.COPY and operation.start.phase is Phase.STEP
+    ]
+    up, down = ([copy for copy in copies if copy.lane is lane] for lane in (HostLane.UP, HostLane.DOWN))
+    left = down if where == "host-stream" else up
+    assert len(up) > SLOTS
+    for batch, copy in enumerate(up):
+        assert [index for index in copy.after if index in {last.index for last in left}] == [
+            last.index for last in left[: batch - SLOTS + 1][-1:]
+        ]

@@ -79,7 +79,10 @@ def test_changes_of_islands_are_not_made_longer() -> None:
     plan = Plan.preset("islands", nodes=2, local=2, islands={"codec": "zfp:32"})
     assert idle_codecs(plan) == ("islands.codec = 'zfp:32' is not used: it takes 32 bits a value, and float32 has 32",)
     assert idle_codecs(plan.with_(islands={"codec": "zfp:31"})) == ()
-    assert sent(lowered(plan)) == sent(lowered(plan.uncompressed()))
+    plain = sent(lowered(plan.uncompressed()))
+    assert sent(lowered(plan)) == plain
+    short = sent(lowered(plan.with_(islands={"codec": "int4:256"})))
+    assert 4 / 32 < short[Lane.OUTER] / plain[Lane.OUTER] < 5 / 32
 
 
 def test_what_makes_up_for_losses_goes_with_the_codec() -> None:
