@@ -40,7 +40,7 @@ from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.metrics import MetricsLog, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
-from thinwire.train.trainer import Trainer, make_trainer
+from thinwire.train.trainer import Trainer
 
 RECIPE = """
 plan = { preset = "ddp", compute_dtype = "float32" }
@@ -80,7 +80,7 @@ def prepared(directory: Path, *settings: str, fingerprint: str = "x") -> tuple[R
 
 
 def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
-    return make_trainer(*prepared(directory, *settings, fingerprint=fingerprint), torch.device("cpu"))
+    return Trainer(*prepared(directory, *settings, fingerprint=fingerprint), torch.device("cpu"))
 
 
 def trains(run: ResolvedRun, dataset: Dataset) -> dict[str, Any]:

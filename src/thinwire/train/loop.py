@@ -30,7 +30,7 @@ from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.observing.trackers import open_trackers
-from thinwire.train.trainer import Trainer, make_trainer
+from thinwire.train.trainer import Trainer
 from thinwire.weights import Publisher
 from thinwire.weights import publisher as publisher_of
 
@@ -52,7 +52,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
 
     rank, room, base = control().rank, measure_room(device), memory_in_use(device)
     with explained_exhaustion(rank, "building the model", room):
-        trainer = make_trainer(run, dataset, device)
+        trainer = Trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
         had = trainer.position.step
