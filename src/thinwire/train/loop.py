@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Final
@@ -38,16 +37,8 @@ _CHECKPOINT: Final[Typed[Checkpoint | None]] = Typed(Checkpoint | None)
 _TEXT: Final[Typed[str | None]] = Typed(str | None)
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run ended after ``step`` updates, and why it stopped early, if it did."""
-
-    step: int
-    stopped: str | None
-
-
-def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> Result:
-    """Train as one rank. Every rank of the run calls it and gets the same result."""
+def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> None:
+    """Train as one rank, to the end or until it is asked to stop. Every rank of the run calls it."""
     import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
 
     rank, room, base = control().rank, measure_room(device), memory_in_use(device)
@@ -93,7 +84,6 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     if leads and stopped is None and not run.directory.summary.is_file():
         write_json(run.directory.summary, _summary(trainer))
     trainer.ranks.barrier()
-    return Result(trainer.position.step, stopped)
 
 
 def resume(trainer: Trainer) -> list[str]:

@@ -28,20 +28,20 @@ from thinwire.train.environment import rank_device, threads_per_rank
 from thinwire.train.lap import timed_steps
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import Result, train_rank
+from thinwire.train.loop import train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes reserved for the file in which a rank reports the cause of its failure."""
 
 
-def train(run: ResolvedRun, *, launched: bool) -> Result:
+def train(run: ResolvedRun, *, launched: bool) -> None:
     """Join a run, whose directory rank 0 has opened, as one rank, train, and leave it. ``launched`` says whether
     thinwire's launcher started this process."""
     with _joined(run) as (dataset, device):
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
         with StopRequest(run.directory.stop_file, launched=launched) as stop:
-            return train_rank(run, dataset, device, stop)
+            train_rank(run, dataset, device, stop)
 
 
 @contextlib.contextmanager
