@@ -54,21 +54,8 @@ def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
 
     with_price = job.cluster.price_per_gpu_hour is not None
     with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
-    columns = [
-        "",
-        *(["tp x pp"] if with_cut else []),
-        "P",
-        "G",
-        "OS",
-        "secondary",
-        "codecs",
-        "batch",
-        "step s",
-        "waiting s",
-        "MFU",
-        "TGS",
-        "GiB",
-    ]
+    cut = ["tp x pp"] if with_cut else []
+    columns = ["", *cut, "P", "G", "OS", "secondary", "codecs", "batch", "step s", "waiting s", "MFU", "TGS", "GiB"]
     columns += ["per 10^9 tokens"] if with_price else []
     return Sheet(
         "Plans, best first (MFU: attention counted in full)",
