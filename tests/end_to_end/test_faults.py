@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.runs import THINWIRE, Runs, rank_process
+from tests.support.runs import Runs, rank_process
+from tests.support.small import THINWIRE
 
 from thinwire.checkpoint.store import verify
 from thinwire.testing.ranks import free_port

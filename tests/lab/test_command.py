@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import THINWIRE, environment, needs_lab
+from tests.support.cluster import needs_lab
 from tests.support.paths import ROOT
+from tests.support.small import THINWIRE, environment
 
 pytestmark = needs_lab
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +16,6 @@ from tests.support.small import BATCH
 
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
-
-THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 
 RECEIVE = """
 import select, socket, sys, time
@@ -143,12 +140,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def environment(**more: str) -> dict[str, str]:
-    """Variables of a command that no launcher has started."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "OMP_NUM_THREADS", "THINWIRE_OUT")
-    return {key: value for key, value in os.environ.items() if key not in hidden} | {"CUDA_VISIBLE_DEVICES": ""} | more
 
 
 TIMEOUT = 6.0

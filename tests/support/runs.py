@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.small import BATCH, write_text
-
-THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
+from tests.support.small import BATCH, THINWIRE, environment, write_text
 
 STEPS = 80
 
@@ -56,16 +52,7 @@ class Runs:
         write_text(directory / "text.txt")
         self.recipe = directory / "recipe.toml"
         self.recipe.write_text(RECIPE)
-        hidden = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "SLURM_PROCID",
-            "CUDA_VISIBLE_DEVICES",
-        )
-        self.environment = {key: value for key, value in os.environ.items() if key not in hidden}
-        self.environment |= {"THINWIRE_CACHE": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+        self.environment = environment(THINWIRE_CACHE=str(directory / "cache"))
 
     def start(self, name: str, *arguments: str, command: Sequence[str] = THINWIRE) -> subprocess.Popen[str]:
         return subprocess.Popen(
