@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import time
@@ -24,7 +23,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import Dataset, prepare
-from thinwire.train.environment import rank_device, threads_per_rank
+from thinwire.train.environment import join, rank_device
 from thinwire.train.lap import timed_steps
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
@@ -47,15 +46,10 @@ def train(run: ResolvedRun, *, launched: bool) -> None:
 @contextlib.contextmanager
 def _joined(run: ResolvedRun) -> Iterator[tuple[Dataset, torch.device]]:
     """Be one rank of a run's job; gives its tokens and the device of this rank."""
-    recipe = run.recipe
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = rank_device(recipe.cluster.device, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dataset = prepare(recipe.data)
-    torch.set_num_threads(threads_per_rank())
-    cluster = recipe.cluster
-    group.init(timeout=datetime.timedelta(seconds=cluster.timeout), device=device, keys=cluster.keys)
+    cluster = run.recipe.cluster
+    device = rank_device(cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
+    dataset = prepare(run.recipe.data)
+    join(device, cluster.timeout, cluster.keys)
     try:
         yield dataset, device
     finally:
