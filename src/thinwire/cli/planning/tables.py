@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from thinwire.report import Sheet
+from thinwire.units import format_bytes
+
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
-    from thinwire.report import Sheet
 
 
 def listed(searched: Searched, top: int) -> list[PricedPlan]:
@@ -21,7 +23,6 @@ def listed(searched: Searched, top: int) -> list[PricedPlan]:
 def introduce(job: TrainingJob, answer: Answer) -> None:
     """Add the model, the cluster, and what the times are based on."""
     from thinwire.cost import NominalRates
-    from thinwire.units import format_bytes
 
     cluster, model = job.cluster, job.model
     active = "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
@@ -50,8 +51,6 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
-    from thinwire.report import Sheet
-
     with_price = job.cluster.price_per_gpu_hour is not None
     with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
     cut = ["tp x pp"] if with_cut else []
