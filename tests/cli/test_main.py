@@ -56,17 +56,7 @@ def invoke(*arguments: object) -> Result:
 def test_help_shows_examples() -> None:
     assert "train" in invoke("--help").output
     output = invoke("train", "--help").output
-    for word in (
-        "Examples",
-        "--plan",
-        "--nodes",
-        "--nproc",
-        "--set",
-        "--out",
-        "--resume",
-        "--json",
-        "torchrun",
-    ):
+    for word in ("Examples", "--plan", "--nodes", "--nproc", "--set", "--out", "--resume", "--json", "torchrun"):
         assert word in output
     assert invoke("--version").output == f"thinwire {thinwire.__version__}\n"
 

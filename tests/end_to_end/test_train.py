@@ -38,10 +38,7 @@ def test_a_run_leaves_everything_behind(runs: Runs, whole: list[float]) -> None:
     present = {path.name for path in directory.iterdir()}
     assert {"plan.toml", "recipe.toml", "versions.json", "tokenizer.json", "loss.png", "logs"} <= present
     assert "stop" not in present
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
-        "step-00000060",
-        "step-00000080",
-    ]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-00000060", "step-00000080"]
 
 
 def test_metrics_say_what_happened(runs: Runs, whole: list[float]) -> None:

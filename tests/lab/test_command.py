@@ -61,11 +61,7 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
     assert time.monotonic() - started < 30
     assert errors.splitlines()[-1] == "thinwire: host1.3 ended with status 7"
     assert "[host" not in errors
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
-        "host0.1.log",
-        "host1.2.log",
-        "host1.3.log",
-    ]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["host0.1.log", "host1.2.log", "host1.3.log"]
     assert (tmp_path / "logs/host1.3.log").read_text() == "started\n"
 
 
