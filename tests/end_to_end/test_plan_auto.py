@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import DATA, thinwire, write_text
+from tests.support.small import DATA, records, thinwire, write_text
 
 import thinwire.plan as planner
 from thinwire.spec import Plan
@@ -65,8 +65,7 @@ def train(recipe: Path, name: str, *arguments: str) -> tuple[Plan, str]:
     """The plan of a run that has ended, and its output."""
     out = recipe.parent / name
     output = thinwire("train", str(recipe), "--out", str(out), *arguments)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    tokens = {row["tokens"] - before["tokens"] for before, row in itertools.pairwise(rows) if "tokens" in row}
+    tokens = {row["tokens"] - before["tokens"] for before, row in itertools.pairwise(records(out))}
     assert tokens <= {4 * 4 * 32}
     return Plan.load(out / "plan.toml"), output
 

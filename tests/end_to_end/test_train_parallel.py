@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from examples import parallel
-from tests.support.small import BATCH, DATA, THINWIRE, TORCHRUN, thinwire, write_text
+from tests.support.small import BATCH, DATA, THINWIRE, TORCHRUN, records, thinwire, write_text
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
@@ -67,10 +66,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(recipe: Path, name: str, *arguments: str, launcher: Sequence[str] = THINWIRE) -> str:
     """Train, and return the output."""
     return thinwire("train", str(recipe), "--out", str(recipe.parent / name), *arguments, launcher=launcher)
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ...], node_ranks: int) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.cluster import RECIPE, needs_lab, records
+from tests.support.cluster import RECIPE, needs_lab
 from tests.support.paths import ROOT
-from tests.support.small import THINWIRE, write_text
+from tests.support.small import THINWIRE, records, write_text
 
 from thinwire.collectives.gateway.keys import Keys, make_keys
 from thinwire.lab import Lab, LabSpec

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import RECIPE, TIMEOUT, needs_lab, records
-from tests.support.small import THINWIRE, write_text
+from tests.support.cluster import RECIPE, TIMEOUT, needs_lab
+from tests.support.small import THINWIRE, records, write_text
 
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job, Outcome

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.small import BATCH
@@ -164,9 +162,3 @@ every = 5
 [cluster]
 timeout = "{TIMEOUT} s"
 """
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]

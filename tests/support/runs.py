@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import subprocess
 import time
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.small import BATCH, THINWIRE, environment, write_text
+from tests.support.small import BATCH, THINWIRE, environment, records, write_text
 
 STEPS = 80
 
@@ -70,12 +69,7 @@ class Runs:
         return output, errors
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name / "metrics.jsonl"
-        records = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # the last line may still be being written
-                records.append(json.loads(line))
-        return records
+        return records(self.directory / name)
 
     def losses(self, name: str) -> list[float]:
         records = self.records(name)

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from thinwire.train.observing.metrics import read
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -36,6 +39,11 @@ def write_text(path: Path, *, words: int = 300, lines: int = 3000) -> None:
     chance = random.Random(0)
     known = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(words)]
     path.write_text("\n".join(" ".join(chance.choices(known, k=12)) for _ in range(lines)), encoding="utf-8")
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """What a run has logged; of one that trains, up to the last whole line."""
+    return read(run / "metrics.jsonl")
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import DATA, thinwire, write_text
+from tests.support.small import DATA, records, thinwire, write_text
 
 from thinwire.collectives import group
 from thinwire.spec import Plan
@@ -286,6 +286,6 @@ def train(directory: Path, name: str, *arguments: str) -> str:
 
 
 def steps_of(run: Path) -> list[tuple[float, ...]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = records(run)
     assert all(row["step"] == before["step"] + 1 for before, row in itertools.pairwise(rows))
     return [(row["step"], row["loss"], row["grad_norm"], row["val_loss"]) for row in rows]
