@@ -24,7 +24,7 @@ from thinwire.report.drawing import write_png
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
 from thinwire.train.processes.launch import LostRankError, _next_attempt
-from thinwire.train.processes.ranks import RankExit, cause
+from thinwire.train.processes.ranks import Failure, cause
 
 RECIPE = """
 [model]
@@ -56,17 +56,7 @@ def invoke(*arguments: object) -> Result:
 def test_help_shows_examples() -> None:
     assert "train" in invoke("--help").output
     output = invoke("train", "--help").output
-    for word in (
-        "Examples",
-        "--plan",
-        "--nodes",
-        "--nproc",
-        "--set",
-        "--out",
-        "--resume",
-        "--json",
-        "torchrun",
-    ):
+    for word in ("Examples", "--plan", "--nodes", "--nproc", "--set", "--out", "--resume", "--json", "torchrun"):
         assert word in output
     assert invoke("--version").output == f"thinwire {thinwire.__version__}\n"
 
@@ -143,34 +133,39 @@ def test_directories_of_runs_are_numbered(tmp_path: Path) -> None:
     assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a-3"
 
 
-def said(error: str, sentence: str, *, expected: bool = True) -> RankExit:
-    return RankExit(1, {"message": sentence, "extraInfo": {"error": error, "expected": expected}})
+def said(rank: int, error: str, sentence: str, *, expected: bool = True) -> Failure:
+    return Failure.of(rank, 1, {"message": sentence, "extraInfo": {"error": error, "expected": expected}})
 
 
-BROKEN = said("CollectiveError", "connection closed by rank 1")
+def ended(rank: int, exitcode: int) -> Failure:
+    return Failure.of(rank, exitcode, {})
+
+
+def broken(rank: int) -> Failure:
+    return said(rank, "CollectiveError", "connection closed by rank 1")
 
 
 def test_the_cause_is_reported_instead_of_its_consequences() -> None:
-    assert cause({0: BROKEN, 1: RankExit(-9), 2: RankExit(-15)}).sentence == "was killed by SIGKILL"
-    assert cause({0: BROKEN, 3: said("DataError", "no text")}).sentence == "no text"
-    assert cause({0: RankExit(-15), 1: BROKEN}).rank == 1
-    assert cause({2: RankExit(3)}).sentence == "exited with status 3 and said nothing"
+    assert cause([broken(0), ended(1, -9), ended(2, -15)]).sentence == "was killed by SIGKILL"
+    assert cause([broken(0), said(3, "DataError", "no text")]).sentence == "no text"
+    assert cause([ended(0, -15), broken(1)]).rank == 1
+    assert cause([ended(2, 3)]).sentence == "exited with status 3 and said nothing"
 
 
 def test_only_what_a_restart_can_cure_restarts(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    line = _next_attempt(cause({1: RankExit(-9)}), directory, 0, 3)
+    directory, killed = RunDirectory(tmp_path), ended(1, -9)
+    line = _next_attempt(killed, directory, 0, 3)
     assert line == "rank 1 was killed by SIGKILL; restarting all ranks from the beginning (1 of 3)"
     (directory.checkpoints / "step-00000020").mkdir(parents=True)
-    out_of_memory = said("OutOfMemoryError", "OutOfMemoryError: 3 GiB", expected=False)
-    assert "from step 20 (2 of 3)" in _next_attempt(cause({0: out_of_memory}), directory, 1, 3)
+    out_of_memory = said(0, "OutOfMemoryError", "OutOfMemoryError: 3 GiB", expected=False)
+    assert "from step 20 (2 of 3)" in _next_attempt(out_of_memory, directory, 1, 3)
     with pytest.raises(LostRankError, match=r"killed by SIGKILL after 3 restarts; see .* --resume"):
-        _next_attempt(cause({1: RankExit(-9)}), directory, 3, 3)
+        _next_attempt(killed, directory, 3, 3)
     with pytest.raises(LostRankError, match=r"^no text$"):
-        _next_attempt(cause({1: said("DataError", "no text")}), directory, 0, 3)
+        _next_attempt(said(1, "DataError", "no text"), directory, 0, 3)
     directory.stop_file.write_text("")
     with pytest.raises(LostRankError, match="while the run was stopping"):
-        _next_attempt(cause({1: RankExit(-9)}), directory, 0, 3)
+        _next_attempt(killed, directory, 0, 3)
 
 
 def test_picture_and_table(tmp_path: Path) -> None:
@@ -209,14 +204,3 @@ def test_a_complete_run_ends_well_without_room_for_its_picture(
     assert "loss.png cannot be written: No space left on device" in printed
     assert "validation loss" in printed
     assert not directory.picture.is_symlink()
-
-
-def test_python_module_form_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "thinwire.cli.main", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ},
-    )
-    assert done.stdout.startswith("thinwire ")

@@ -18,7 +18,7 @@ from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.trainer import make_trainer
+from thinwire.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +46,7 @@ def train(recipe: Path, directory: Path) -> list[float]:
     stream = TokenBin(path=directory / "t.bin", tokens=tokens, vocab=50)
     dataset = Dataset(stream, stream, 50, 3.9, "x", None)
     run = ResolvedRun(chosen, plan, RunDirectory(directory), node_ranks=RANKS.local)
-    trainer = make_trainer(run, dataset, torch.device("cpu"))
+    trainer = Trainer(run, dataset, torch.device("cpu"))
     records = [trainer.step(False)[0] for _ in range(STEPS)]
     return [record.loss for record in records if record is not None]
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import pytest
 import typer
-from tests.support.cluster import environment, missing
+from tests.support.cluster import missing
 from tests.support.paths import ROOT
+from tests.support.small import environment
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app

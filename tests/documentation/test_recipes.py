@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.support.cluster import environment
 from tests.support.paths import ROOT
-from tests.support.small import write_text
+from tests.support.small import environment, write_text
 
 from thinwire.cost import NominalRates
 from thinwire.plan import TrainingJob, candidate

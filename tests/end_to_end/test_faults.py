@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cluster import wait_until
 from tests.support.paths import ROOT
-from tests.support.runs import THINWIRE, Runs, rank_process
+from tests.support.runs import Runs, rank_process
+from tests.support.small import THINWIRE
 
 from thinwire.checkpoint.store import verify
 from thinwire.testing.ranks import free_port
@@ -28,11 +30,19 @@ MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    shared_runs = Runs(tmp_path_factory.mktemp("faults"))
-    shared_runs.environment["OMP_NUM_THREADS"] = (
-        "1"  # threads that wait for each other take long on a machine with other work
-    )
-    return shared_runs
+    runs = Runs(tmp_path_factory.mktemp("faults"))
+    runs.environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other take long on a machine with other work
+    return runs
+
+
+@pytest.fixture(scope="module")
+def clock(runs: Runs) -> str:
+    """The library that shows processes another time of day."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = runs.directory / "clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, SKEWED_CLOCK, "-ldl"], check=True)
+    return str(library)
 
 
 def listening(process: int) -> set[str]:
@@ -117,10 +127,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(runs: Runs) -> None:
     rank = rank_process(process.pid, 0)
     process.kill()
     process.communicate(timeout=30)
-    deadline = time.monotonic() + 20
-    while not ended(rank):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until(lambda: ended(rank))
 
 
 COMPUTES = """
@@ -134,18 +141,16 @@ time.sleep(600)
 @pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed_while_it_looks_at_the_hardware() -> None:
     launcher = subprocess.Popen([sys.executable, "-c", COMPUTES], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    # The server, which has forked the process that computes.
-    while not (computing := [one for server in children(launcher.pid) for one in children(server)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    left = [*children(launcher.pid), *computing]
+
+    def computing() -> list[int]:
+        """What the server has forked."""
+        return [one for server in children(launcher.pid) for one in children(server)]
+
+    assert wait_until(lambda: bool(computing()), 120)
+    left = [*children(launcher.pid), *computing()]
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 60
-    while not all(map(ended, left)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    assert wait_until(lambda: all(map(ended, left)), 60), left
 
 
 def children(process: int) -> list[int]:
@@ -289,10 +294,7 @@ def test_a_file_system_that_hangs_fails_a_save_by_name_and_training_goes_on(runs
         runs.wait_for_step("hangs", frozen + 150, process)
         subprocess.run(["fsfreeze", "--unfreeze", place], check=True)
         seen = {path.name for path in place.glob("step-*")}
-        deadline = time.monotonic() + 60
-        while {path.name for path in place.glob("step-*")} <= seen:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert wait_until(lambda: not {path.name for path in place.glob("step-*")} <= seen, 60)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=90)
         last = sorted(place.glob("step-*"))[-1]
@@ -305,13 +307,8 @@ def test_a_file_system_that_hangs_fails_a_save_by_name_and_training_goes_on(runs
 
 
 @pytest.mark.slow
-def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
+def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs, clock: str) -> None:
     """Two ranks with separate wall clocks, which are set again when the run resumes."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    clock = runs.directory / "clock.so"
-    source = SKEWED_CLOCK
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", clock, source, "-ldl"], check=True)
     steps = ("--set", "checkpoint.every=10", "--set", "cluster.nproc=2")
 
     def train(name: str, num_steps: int, *ahead: int, more: tuple[str, ...] = ()) -> None:
@@ -319,7 +316,7 @@ def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
         job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         ranks = []
         for rank, seconds in enumerate(ahead):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SKEW": str(seconds), "LD_PRELOAD": str(clock)}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SKEW": str(seconds), "LD_PRELOAD": clock}
             command = [*THINWIRE, "train", str(runs.recipe), "--out", str(runs.directory / name), *steps]
             command += ["--set", f"train.steps={num_steps}", *more]
             ranks.append(subprocess.Popen(command, env=runs.environment | job | own, stdout=subprocess.DEVNULL))
@@ -333,16 +330,13 @@ def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_a_clock_that_jumps_changes_no_number(runs: Runs) -> None:
+def test_a_clock_that_jumps_changes_no_number(runs: Runs, clock: str) -> None:
     """While a run trains, the time of day goes to and fro by up to eleven days."""
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    clock, jump = runs.directory / "jumping.so", runs.directory / "jump"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", clock, SKEWED_CLOCK, "-ldl"], check=True)
+    jump = runs.directory / "jump"
     jump.write_bytes(b"")
     steps = ("--set", "train.steps=400", "--set", "checkpoint.every=50", "--set", "cluster.timeout=30s")
     runs.run("steady", *steps)
-    runs.environment |= {"LD_PRELOAD": str(clock), "JUMP": str(jump)}
+    runs.environment |= {"LD_PRELOAD": clock, "JUMP": str(jump)}
     process = runs.start("jumps", *steps)
     jumps = 0
     while process.poll() is None:

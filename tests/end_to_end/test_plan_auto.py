@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import DATA, write_text
+from tests.support.small import DATA, records, thinwire, write_text
 
 import thinwire.plan as planner
 from thinwire.spec import Plan
@@ -65,15 +64,10 @@ def answer(recipe: Path, profile: Path, codecs: planner.CodecLevel, *, recompute
 def train(recipe: Path, name: str, *arguments: str) -> tuple[Plan, str]:
     """The plan of a run that has ended, and its output."""
     out = recipe.parent / name
-    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--out", str(out), *arguments]
-    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
-    environment = {**outside, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    tokens = {row["tokens"] - before["tokens"] for before, row in itertools.pairwise(rows) if "tokens" in row}
+    output = thinwire("train", str(recipe), "--out", str(out), *arguments)
+    tokens = {row["tokens"] - before["tokens"] for before, row in itertools.pairwise(records(out))}
     assert tokens <= {4 * 4 * 32}
-    return Plan.load(out / "plan.toml"), done.stdout + done.stderr
+    return Plan.load(out / "plan.toml"), output
 
 
 def test_a_run_trains_as_the_search_chose(recipe: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.support.small import write_text
+from tests.support.families.tiny import FAMILIES
+from tests.support.small import thinwire, write_text
 
 pytestmark = pytest.mark.ranks
 
@@ -37,23 +36,7 @@ timeout = "60s"
 store = "published"
 """
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
-
-
-def thinwire(directory: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "thinwire.cli.main", *arguments]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+CONFIG = FAMILIES["llama"] | {"vocab_size": 300}
 
 
 @pytest.mark.slow
@@ -62,12 +45,12 @@ def test_what_a_run_publishes_is_what_it_exports(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", words=200)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    thinwire(tmp_path, "train", "recipe.toml", "--out", "run")
-    thinwire(tmp_path, "export", "run", "--to", "exported")
-    thinwire(tmp_path, "follow", "published", "--out", "model", "--once")
+    thinwire("train", "recipe.toml", "--out", "run", cwd=tmp_path)
+    thinwire("export", "run", "--to", "exported", cwd=tmp_path)
+    thinwire("follow", "published", "--out", "model", "--once", cwd=tmp_path)
     shutil.rmtree(tmp_path / "published")  # as if the last version had found the store full
-    thinwire(tmp_path, "train", "recipe.toml", "--out", "run", "--resume")
-    thinwire(tmp_path, "follow", "published", "--out", "again", "--once")
+    thinwire("train", "recipe.toml", "--out", "run", "--resume", cwd=tmp_path)
+    thinwire("follow", "published", "--out", "again", "--once", cwd=tmp_path)
     exported, followed, again = (
         load_file(tmp_path / name / "model.safetensors") for name in ("exported", "model", "again")
     )

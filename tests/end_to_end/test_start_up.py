@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.support.small import write_text
+from tests.support.families.tiny import FAMILIES
+from tests.support.small import thinwire, write_text
 
 import thinwire as tw
 
@@ -36,17 +37,6 @@ validation_samples = 2
 device = "cpu"
 timeout = "60s"
 """
-
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 64,
-}
 
 # Python imports this module in every process of the run, and hears of every file that it opens.
 SITE = """
@@ -76,15 +66,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "sitecustomize.py").write_text(SITE.format(log=str(log), modules=str(directory / "modules")))
     write_text(directory / "text.txt", lines=400)
     (directory / "recipe.toml").write_text(RECIPE)
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(FAMILIES["llama"] | {"vocab_size": 300}))
     tw.Plan.preset("zero1", nodes=1, local=2, compute_dtype="float32").save(directory / "plan.toml")
-    command = [sys.executable, "-m", "thinwire.cli.main", "train", "recipe.toml", "--plan", "plan.toml"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": str(site), "THINWIRE_CACHE": str(directory / "cache")}
-    done = subprocess.run(
-        [*command, "--out", "run"], cwd=directory, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("train", "recipe.toml", "--plan", "plan.toml", "--out", "run")
+    thinwire(*words, cwd=directory, PYTHONPATH=str(site), THINWIRE_CACHE=str(directory / "cache"))
     return directory
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.support.runs import THINWIRE, Runs
+from tests.support.runs import Runs
+from tests.support.small import THINWIRE
 
 from thinwire.errors import UsageError
 from thinwire.train.directory import RunDirectory

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.cluster import wait_until
 from tests.support.runs import STEPS, Runs, rank_process
+from tests.support.small import TORCHRUN
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,7 @@ def test_a_run_leaves_everything_behind(runs: Runs, whole: list[float]) -> None:
     present = {path.name for path in directory.iterdir()}
     assert {"plan.toml", "recipe.toml", "versions.json", "tokenizer.json", "loss.png", "logs"} <= present
     assert "stop" not in present
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
-        "step-00000060",
-        "step-00000080",
-    ]
+    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-00000060", "step-00000080"]
 
 
 def test_metrics_say_what_happened(runs: Runs, whole: list[float]) -> None:
@@ -91,7 +88,7 @@ def test_ctrl_c_saves_and_other_ranks_under_another_plan_continue(runs: Runs, wh
 
 @pytest.mark.slow
 def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (*TORCHRUN, "--nproc-per-node", "2")
     process = runs.start("torchrun", command=(*torchrun, "-m", "thinwire.cli.main"))
     runs.wait_for_step("torchrun", 5, process)
     process.send_signal(signal.SIGTERM)

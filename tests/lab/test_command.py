@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import THINWIRE, environment, needs_lab
+from tests.support.cluster import needs_lab
 from tests.support.paths import ROOT
+from tests.support.small import THINWIRE, environment
 
 pytestmark = needs_lab
 
@@ -60,11 +61,7 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
     assert time.monotonic() - started < 30
     assert errors.splitlines()[-1] == "thinwire: host1.3 ended with status 7"
     assert "[host" not in errors
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
-        "host0.1.log",
-        "host1.2.log",
-        "host1.3.log",
-    ]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["host0.1.log", "host1.2.log", "host1.3.log"]
     assert (tmp_path / "logs/host1.3.log").read_text() == "started\n"
 
 
@@ -172,15 +169,6 @@ def commands(page: str) -> list[list[str]]:
     blocks = "\n".join(re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     joined = re.sub(r"\\\n\s*", "", blocks)
     return [line.split()[2:] for line in joined.splitlines() if re.match(r"\$ \S*thinwire lab", line)]
-
-
-def test_every_option_of_the_page_exists() -> None:
-    help_text = subprocess.run([*THINWIRE, "lab", "--help"], capture_output=True, text=True, check=True).stdout
-    used = commands("docs/lab.md")
-    assert len(used) >= 4
-    for command in used:
-        ours = command[: command.index("--")]
-        assert all(word in help_text for word in ours if word.startswith("--"))
 
 
 @pytest.mark.slow

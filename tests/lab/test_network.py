@@ -69,7 +69,7 @@ def test_environment_is_what_torchrun_gloo_and_ranks_read(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bandwidth", [50e6, 200e6, pytest.param(1e9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bandwidth", [50e6, 200e6, 1e9])
 def test_the_rate_is_the_rate_in_both_directions_at_once(lab: Lab, bandwidth: float) -> None:
     lab.shape(bandwidth)
 
@@ -282,9 +282,7 @@ def test_an_exception_tears_the_lab_down() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_whatever_ends_the_process_ends_its_lab(number: signal.Signals) -> None:
     code = f"""
         import signal, subprocess, time

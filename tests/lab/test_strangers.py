@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.cluster import RECIPE, needs_lab, records
+from tests.support.cluster import RECIPE, needs_lab
 from tests.support.paths import ROOT
-from tests.support.small import write_text
+from tests.support.small import THINWIRE, records, write_text
 
 from thinwire.collectives.gateway.keys import Keys, make_keys
 from thinwire.lab import Lab, LabSpec
@@ -39,15 +39,7 @@ class Job:
 
     def __init__(self, lab: Lab, directory: Path, run: Path, keys: Keys | None) -> None:
         self.run = run
-        command = [
-            sys.executable,
-            "-m",
-            "thinwire.cli.main",
-            "train",
-            str(directory / "recipe.toml"),
-            "--out",
-            str(run),
-        ]
+        command = [*THINWIRE, "train", str(directory / "recipe.toml"), "--out", str(run)]
         command += ["--set", "cluster.timeout=120s"]
         if keys is not None:
             command += ["--set", f"cluster.keys={keys.directory}"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import RECIPE, TIMEOUT, needs_lab, records
-from tests.support.small import write_text
+from tests.support.cluster import RECIPE, TIMEOUT, needs_lab
+from tests.support.small import THINWIRE, records, write_text
 
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job, Outcome
@@ -21,8 +20,7 @@ pytestmark = needs_lab
 
 def train(lab: Lab, directory: Path, *arguments: str) -> Outcome:
     """Train on every rank; the output of ranks other than 0 goes to files."""
-    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
-    command += ["--out", str(directory / "run"), *arguments]
+    command = [*THINWIRE, "train", str(directory / "recipe.toml"), "--out", str(directory / "run"), *arguments]
     return Job(lab, command, "rank", grace=60.0, logs=directory / "logs").run()
 
 

@@ -115,6 +115,7 @@ def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     [
         ({"kind": "huggingface"}, "either path or config"),
         ({"kind": "huggingface", "path": "a", "config": "b"}, "path and config"),
+        ({"kind": "huggingface", "path": "a", "layers": 3}, "layers has no effect"),
         ({"layers": 1, "hidden": 8, "heads": 2, "path": "a"}, "for kind"),
         ({"layers": 1, "hidden": 8}, "heads"),
         ({"layers": 1, "hidden": 6, "heads": 2}, "odd head width 3"),

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.small import BATCH
 
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
-
-THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 
 RECEIVE = """
 import select, socket, sys, time
@@ -145,12 +140,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     return True
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Variables of a command that no launcher has started."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "OMP_NUM_THREADS", "THINWIRE_OUT")
-    return {key: value for key, value in os.environ.items() if key not in hidden} | {"CUDA_VISIBLE_DEVICES": ""} | more
-
-
 TIMEOUT = 6.0
 """Seconds until a collective gives up."""
 
@@ -173,9 +162,3 @@ every = 5
 [cluster]
 timeout = "{TIMEOUT} s"
 """
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.small import BATCH, write_text
-
-THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
+from tests.support.small import BATCH, THINWIRE, environment, records, write_text
 
 STEPS = 80
 
@@ -56,16 +51,7 @@ class Runs:
         write_text(directory / "text.txt")
         self.recipe = directory / "recipe.toml"
         self.recipe.write_text(RECIPE)
-        hidden = (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "SLURM_PROCID",
-            "CUDA_VISIBLE_DEVICES",
-        )
-        self.environment = {key: value for key, value in os.environ.items() if key not in hidden}
-        self.environment |= {"THINWIRE_CACHE": str(directory / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+        self.environment = environment(THINWIRE_CACHE=str(directory / "cache"))
 
     def start(self, name: str, *arguments: str, command: Sequence[str] = THINWIRE) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -83,12 +69,7 @@ class Runs:
         return output, errors
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        path = self.directory / name / "metrics.jsonl"
-        records = []
-        for line in path.read_text().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # the last line may still be being written
-                records.append(json.loads(line))
-        return records
+        return records(self.directory / name)
 
     def losses(self, name: str) -> list[float]:
         records = self.records(name)

@@ -243,18 +243,21 @@ def test_damaged_checkpoints_are_named_and_so_is_what_can_be_used(tmp_path: Path
     assert checkpoints.newest(tmp_path / "absent") is None
 
 
+RECIPE = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
+PLAN = Plan.preset("ddp", nodes=1, local=1)
+DESCRIPTION = (RECIPE, PLAN, {"torch": "1"})
+
+
 def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.check(resume=False)
     with pytest.raises(UsageError, match="holds no run to resume"):
         directory.check(resume=True)
-    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
-    plan = Plan.preset("ddp", nodes=1, local=1)
-    directory.open(recipe, plan, {"thinwire": "1"})
+    directory.open(*DESCRIPTION)
     written = Recipe.load(directory.recipe)
     assert (written.model.kind, written.model.tied_embedding) == ("llama", False)  # what is left to defaults is stated
-    assert written == recipe.with_(model=recipe.model.stated())
-    assert Plan.load(directory.plan) == plan
+    assert written == RECIPE.with_(model=RECIPE.model.stated())
+    assert Plan.load(directory.plan) == PLAN
     directory.check(resume=True)
     directory.check(resume=False)  # nothing has been trained in it, so its settings may be corrected
     directory.note_start(0, {})
@@ -264,25 +267,24 @@ def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file; choose another --out"):
         RunDirectory(tmp_path / "file").check(resume=False)
     with pytest.raises(UsageError, match="cannot be made"):
-        RunDirectory(tmp_path / "file" / "run").open(recipe, plan, {})
+        RunDirectory(tmp_path / "file" / "run").open(*DESCRIPTION)
 
 
 def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
-    first, second = (Plan.preset(name, nodes=1, local=1) for name in ("ddp", "zero3"))
+    first, second = PLAN, Plan.preset("zero3", nodes=1, local=1)
     expected, other = (
         Expectation(plan=plan.fingerprint(), model="m", seq=8, tokens_per_step=8, rests_on="measured", figures=())
         for plan in (first, second)
     )
-    directory.open(recipe, first, {"thinwire": "1"}, command="first", expected=expected)
+    directory.open(RECIPE, first, {"thinwire": "1"}, command="first", expected=expected)
     directory.note_start(0, {})
     directory.picture.write_bytes(b"png")
     before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
 
     def fail(*, begun: bool) -> None:
         with directory.unless_refused():
-            changed = recipe.with_(train={"steps": 2})
+            changed = RECIPE.with_(train={"steps": 2})
             directory.open(changed, second, {"thinwire": "2"}, command="second", expected=other)
             assert Plan.load(directory.plan) == second
             if begun:
@@ -301,19 +303,18 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_a_run_is_not_continued_as_another(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
-    directory.open(recipe, Plan.preset("ddp", nodes=1, local=1), {})
-    directory.check_same(recipe.with_(train={"steps": 9}))
-    directory.check_same(recipe.with_(model={"kind": "llama", "norm_eps": 1e-5}))
-    with pytest.raises(UsageError, match=r"model\.heads was 2 and is to be 4; .*; leave that as it was"):
-        directory.check_same(recipe.with_(model={"heads": 4}))
-    with pytest.raises(UsageError, match=r"train\.seed was \d+ and is to be 77"):
-        directory.check_same(recipe.with_(train={"seed": 77}))
-    with pytest.raises(UsageError, match=r"train\.seq was 256 and is to be 9"):
-        directory.check_same(recipe.with_(train={"seq": 9}))
-    with pytest.raises(UsageError, match=r"model\.kind was 'llama' and is to be 'gpt'"):
-        directory.check_same(recipe.with_(model={"preset": "gpt-18b"}))
-    directory.open(mixture := recipe.with_(model={"experts": 4}), Plan.preset("ddp", nodes=1, local=1), {})
+    directory.open(*DESCRIPTION)
+    directory.check_same(RECIPE.with_(train={"steps": 9}))
+    directory.check_same(RECIPE.with_(model={"kind": "llama", "norm_eps": 1e-5}))
+    for changes, message in (
+        ({"model": {"heads": 4}}, r"model\.heads was 2 and is to be 4; .*; leave that as it was"),
+        ({"train": {"seed": 77}}, r"train\.seed was \d+ and is to be 77"),
+        ({"train": {"seq": 9}}, r"train\.seq was 256 and is to be 9"),
+        ({"model": {"preset": "gpt-18b"}}, r"model\.kind was 'llama' and is to be 'gpt'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            directory.check_same(RECIPE.with_(**changes))
+    directory.open(mixture := RECIPE.with_(model={"experts": 4}), PLAN, {})
     with pytest.raises(UsageError, match=r"model\.active_experts was 1 and is to be 2; leave"):
         directory.check_same(mixture.with_(model={"active_experts": 2}))
 
@@ -322,7 +323,7 @@ def test_a_run_of_a_hugging_face_model_keeps_its_configuration(tmp_path: Path) -
     directory = RunDirectory(tmp_path / "run")
     config = {"model_type": "gpt2", "n_head": 2, "epsilon": float("inf")}
     recipe = Recipe.parse({"model": {"kind": "huggingface", "config": config}, "train": {"steps": 1}})
-    directory.open(recipe, Plan.preset("ddp", nodes=1, local=1), {})
+    directory.open(recipe, PLAN, {})
     directory.check_same(recipe)
     directory.model.mkdir()
     write_json(directory.config, tagged(config))
@@ -364,13 +365,6 @@ def test_the_first_signal_is_noted_and_the_second_kills(tmp_path: Path) -> None:
         assert stop.reason == "SIGTERM"
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-DESCRIPTION: tuple[Recipe, Plan, dict[str, str]] = (
-    Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1"),
-    Plan.preset("ddp", nodes=1, local=1),
-    {"torch": "1"},
-)
 
 
 def name_of(descriptor: int) -> str:

@@ -37,10 +37,10 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import train_rank
 from thinwire.train.observing.islands import IslandWatch
-from thinwire.train.observing.metrics import MetricsLog, read, tracked
+from thinwire.train.observing.metrics import MetricsLog, StepRecord, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
-from thinwire.train.trainer import Trainer, make_trainer
+from thinwire.train.trainer import Trainer
 
 RECIPE = """
 plan = { preset = "ddp", compute_dtype = "float32" }
@@ -80,7 +80,7 @@ def prepared(directory: Path, *settings: str, fingerprint: str = "x") -> tuple[R
 
 
 def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
-    return make_trainer(*prepared(directory, *settings, fingerprint=fingerprint), torch.device("cpu"))
+    return Trainer(*prepared(directory, *settings, fingerprint=fingerprint), torch.device("cpu"))
 
 
 def trains(run: ResolvedRun, dataset: Dataset) -> dict[str, Any]:
@@ -158,6 +158,13 @@ def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> No
     monkeypatch.setattr(trainer.model, "_mean_loss", loss)
 
 
+def recorded(trainer: Trainer) -> StepRecord:
+    """The record of a step that is logged."""
+    record = trainer.step(wants_stop=False).record
+    assert record is not None
+    return record
+
+
 def weights(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.chunks[0].parameters()]
 
@@ -186,14 +193,12 @@ def test_a_skipped_step_changes_nothing_and_counts(tmp_path: Path, monkeypatch: 
     poison(trainer, monkeypatch, 1)
     trainer.step(wants_stop=False)
     before, loss = weights(trainer), trainer.position.loss
-    record = trainer.step(wants_stop=False).record
-    assert record is not None
+    record = recorded(trainer)
     assert record.skipped
     assert record.to_dict()["loss"] is None
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     assert (trainer.position.step, trainer.position.loss) == (2, loss)
-    record = trainer.step(wants_stop=False).record
-    assert record is not None
+    record = recorded(trainer)
     assert not record.skipped
     assert not torch.equal(before[0], weights(trainer)[0])
 
@@ -259,8 +264,7 @@ def test_a_step_has_the_exchange_between_steps_and_nothing_of_validations_and_sa
     sharded.meter.add(Lane.GATHER, Scope.ACROSS, 1)  # under way when the step ended
     trainer.validate()
     trainer.save()
-    record = trainer.step(wants_stop=False).record
-    assert record is not None
+    record = recorded(trainer)
     assert 0.1 <= record.step_seconds < aside
     assert record.exposed["control"] >= 0.1
     assert record.own["median"] <= record.step_seconds - 0.1
@@ -299,7 +303,7 @@ def test_dropout_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
         made.append(trainer)
         mlp = trainer.model.chunks[0].get_submodule("layers.0.mlp")
         mlp.register_forward_hook(lambda module, _, output: functional.dropout(output, 0.5, module.training))
-        return [trainer.step(wants_stop=False).record.loss for _ in range(steps)]  # type: ignore[union-attr]
+        return [recorded(trainer).loss for _ in range(steps)]
 
     made: list[Trainer] = []
     settings = ("train.log_every=1", "optimizer.lr=1e-30", "train.validate_every=0", "model.ffn=512")
@@ -349,13 +353,11 @@ TOO_LARGE = 2.0**30
 def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Path) -> None:
     trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}", "loss_scale.backoff=0.0001220703125")
     before = weights(trainer)
-    first = trainer.step(wants_stop=False).record
-    assert first is not None
+    first = recorded(trainer)
     assert math.isfinite(first.loss)
     assert (first.skipped, first.skipped_steps, first.loss_scale) == (True, 1, TOO_LARGE)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
-    second = trainer.step(wants_stop=False).record
-    assert second is not None
+    second = recorded(trainer)
     assert (second.skipped, second.skipped_steps, second.loss_scale) == (False, 1, 2.0**17)
     assert 0 < second.grad_norm < 100, "the norm contains the scale"
     assert not torch.equal(before[0], weights(trainer)[0])
@@ -371,9 +373,7 @@ def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: 
     trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}")
     with ProgressReport(8, 0, "stdout") as progress:
         for _ in range(2):
-            record = trainer.step(wants_stop=False).record
-            assert record is not None
-            progress.step(record)
+            progress.step(recorded(trainer))
     first, second = capsys.readouterr().out.splitlines()
     assert "scale 1.07374e+09  1 skipped" in first
     assert "scale 5.36871e+08  2 skipped" in second
@@ -381,8 +381,7 @@ def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: 
 
 def test_other_plans_have_no_scale(tmp_path: Path) -> None:
     trainer = make(tmp_path, "plan.compute_dtype=bfloat16", "train.log_every=1", "loss_scale.initial=2.0")
-    record = trainer.step(wants_stop=False).record
-    assert record is not None
+    record = recorded(trainer)
     assert (record.loss_scale, record.skipped_steps, trainer.optimizer.loss_scale) == (None, 0, None)
     assert "loss_scale" not in trainer.model.load(trainer.optimizer, trainer.save())
 

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.cluster import THINWIRE, needs_lab
+from tests.support.cluster import needs_lab
+from tests.support.small import THINWIRE
 
 pytestmark = needs_lab
 

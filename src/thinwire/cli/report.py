@@ -16,6 +16,7 @@ from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import require
+from thinwire.report import rich_table
 
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
@@ -64,7 +65,6 @@ def report(options: ReportOptions) -> None:
     with explained(as_json=options.as_json):
         require("report", "thinwire report")
         from thinwire.record import read_runs
-        from thinwire.report import rich_table
         from thinwire.report.figures import figures
         from thinwire.report.page import final_sheet
 

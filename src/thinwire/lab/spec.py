@@ -94,7 +94,7 @@ class LabSpec:
         if self.ranks < 1:
             yield f"ranks = {self.ranks!r}: valid are 1 and more"
         try:
-            _ = self.shape
+            LinkShape(self.bandwidth, self.latency, self.loss)
         except SpecError as error:
             yield from error.problems
         if self.host_bandwidths is not None:
@@ -112,11 +112,6 @@ class LabSpec:
             if self.leaf is None:
                 yield f"spine_bandwidth = {self.spine_bandwidth!r} without leaf: set leaf, or leave it out"
             yield from bandwidth_problems("spine_bandwidth", self.spine_bandwidth)
-
-    @property
-    def shape(self) -> LinkShape:
-        """The shape of every host's link."""
-        return LinkShape(self.bandwidth, self.latency, self.loss)
 
     def bandwidth_of(self, node: int) -> float | None:
         """Bits per second of a host's link; None sets no limit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.finding import FEWEST_NODES, Found, find_leaves
-from thinwire.network.slurm import is_slurm_job, slurm_topology
+from thinwire.network.slurm import slurm_topology
 from thinwire.program import least_crossing
 from thinwire.spec import Plan
 from thinwire.spec.machines.topology import TOPOLOGY_SOURCES, SwitchTree
@@ -48,9 +48,9 @@ _known: weakref.WeakKeyDictionary[Control, dict[str, Ordered]] = weakref.WeakKey
 """Orders of each job by the plan's fingerprint, so that parts of a model that are sharded one by one agree."""
 
 
-def host_name(environment: Mapping[str, str] = os.environ) -> str:
+def host_name() -> str:
     """The name of this host: SLURM's in its jobs, because it may differ from the machine's own."""
-    return environment.get("SLURMD_NODENAME") or platform.node()
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def order_ranks(plan: Plan, control: Control, device: torch.device, members: Sequence[int] | None = None) -> Ordered:
@@ -74,7 +74,6 @@ def order_ranks(plan: Plan, control: Control, device: torch.device, members: Seq
     if members is not None and list(members) != sorted(members):
         raise _unusable(
             plan,
-            plan.topology,
             f"the mesh has an order of its own, {list(members)}: give its ranks in ascending order, or no topology",
         )
     orders = _known.setdefault(control, {})
@@ -86,19 +85,19 @@ def order_ranks(plan: Plan, control: Control, device: torch.device, members: Seq
 
 def _ordered(plan: Plan, source: str, control: Control, device: torch.device) -> Ordered:
     hosts, topology, silent = _agreed(plan, source, control)
-    of_node = _hosts_of_nodes(plan, source, hosts)
+    of_node = _hosts_of_nodes(plan, hosts)
     if topology is not None:
         try:
             switches = topology.above(of_node)
         except SpecError as error:
-            raise _unusable(plan, source, f"{error.what} {'; '.join(error.problems)}") from error
+            raise _unusable(plan, f"{error.what} {'; '.join(error.problems)}") from error
         read = f"leaf switches are those of {topology.source}"
     elif plan.mesh.nodes < FEWEST_NODES:
         sentence = f"{silent}pairs were not timed: any order of {plan.mesh.nodes} nodes is the same"
         return Ordered(plan.with_(topology=None), tuple(of_node), sentence)
     else:
         found = find_leaves(control, plan.mesh, device)
-        switches = _found_switches(plan, source, found)
+        switches = _found_switches(plan, found)
         read = f"{silent}leaf switches were found by timing pairs of nodes for {found.seconds:.0f} s"
     order, crossing, given = least_crossing(plan, switches)
     number = len(set(switches))
@@ -124,7 +123,7 @@ def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Switc
         found = _read(source) if control.rank == 0 else (None, "")
         return *mine, _READ.encode((host_name(), *found))
 
-    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))), WITH_PLAN)
+    everyone = control.agree(read, lambda problems: _unusable(plan, next(iter(problems.values()))), WITH_PLAN)
     for rank, other in enumerate(everyone):
         if other[0] != mine[0]:
             raise MismatchError(
@@ -149,7 +148,7 @@ def _read(source: str) -> tuple[SwitchTree | None, str]:
     try:
         if source == "slurm":
             return slurm_topology(), ""
-        if source == "auto" and is_slurm_job():
+        if source == "auto" and "SLURM_JOB_ID" in os.environ:
             try:
                 return slurm_topology(), ""
             except UsageError as error:
@@ -159,25 +158,23 @@ def _read(source: str) -> tuple[SwitchTree | None, str]:
         raise UsageError(f"{error.what} {'; '.join(error.problems)}") from error
 
 
-def _hosts_of_nodes(plan: Plan, source: str, hosts: Sequence[str]) -> list[str]:
+def _hosts_of_nodes(plan: Plan, hosts: Sequence[str]) -> list[str]:
     local = plan.mesh.local
     of_node = [hosts[start : start + local] for start in range(0, len(hosts), local)]
     for node, names in enumerate(of_node):
         if len(set(names)) > 1:
             raise _unusable(
                 plan,
-                source,
                 f"ranks {node * local} to {node * local + local - 1} of node {node} run on "
                 f"{', '.join(dict.fromkeys(names))}: start ranks host by host (srun --distribution=block)",
             )
     return [names[0] for names in of_node]
 
 
-def _found_switches(plan: Plan, source: str, found: Found) -> list[tuple[str, ...]]:
+def _found_switches(plan: Plan, found: Found) -> list[tuple[str, ...]]:
     if not found.known:
         raise _unusable(
             plan,
-            source,
             f"timing could not tell leaf switches: slow pairs of nodes take {found.spread:.1f} times as long as fast "
             "ones, but not by leaf; write a file (host and leaf in each line), or leave topology unset",
         )
@@ -185,5 +182,5 @@ def _found_switches(plan: Plan, source: str, found: Found) -> list[tuple[str, ..
     return [(leaf_of[node],) for node in range(plan.mesh.nodes)]
 
 
-def _unusable(plan: Plan, source: str, why: str) -> ThinwireError:
-    return SpecError(f"plan {plan.name or plan.fingerprint()}", f"topology = {source!r}: {why}")
+def _unusable(plan: Plan, why: str) -> ThinwireError:
+    return SpecError(f"plan {plan.name or plan.fingerprint()}", f"topology = {plan.topology!r}: {why}")

@@ -16,10 +16,6 @@ _PATIENCE = 60.0
 """Seconds to wait for the controller's answer."""
 
 
-def is_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
-    return "SLURM_JOB_ID" in environment
-
-
 def slurm_topology(environment: Mapping[str, str] = os.environ) -> SwitchTree:
     """Read the switches of SLURM's tree or block plugin.
 

@@ -315,7 +315,7 @@ def _memory_hue(kind: str) -> str:
 
 def _prediction(comparison: RunComparison | None) -> Chart | None:
     known = [q for q in comparison.quantities if q.error is not None] if comparison is not None else []
-    if not known:
+    if comparison is None or not known:
         return None
     figure, axes = new_axes(height=1.0 + 0.3 * len(known))
     errors = [100 * (q.error or 0.0) for q in known]
@@ -324,7 +324,6 @@ def _prediction(comparison: RunComparison | None) -> Chart | None:
     axes.axvline(0, color=light("ink"), linewidth=0.8)
     x_name = "predicted over measured, % too much (right) or too little (left)"
     dress_rows(axes, x_name, [q.name for q in known])
-    assert comparison is not None
     caption = (
         f"What the simulator says of this plan on this profile against the median of {comparison.steps} steps. Waiting "
         "and bytes are of a rank and step."

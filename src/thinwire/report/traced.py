@@ -20,7 +20,6 @@ class TracedStep:
     name: str
     seconds: float
     by_rank: Mapping[int, Sequence[Span]]
-    path: Path
 
 
 def read_step(path: Path) -> TracedStep:
@@ -38,12 +37,8 @@ def read_step(path: Path) -> TracedStep:
         raise DataError(
             f"{path} cannot be read as the trace of a step ({error!r}); trace again, or remove it"
         ) from error
-    return TracedStep(
-        chosen.name,
-        chosen.end - chosen.start,
-        {rank: _within(of_rank, chosen) for rank, of_rank in sorted(spans.items())},
-        path,
-    )
+    by_rank = {rank: _within(of_rank, chosen) for rank, of_rank in sorted(spans.items())}
+    return TracedStep(chosen.name, chosen.end - chosen.start, by_rank)
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> dict[int, list[Span]]:

@@ -175,16 +175,7 @@ class RunDirectory:
 
         Enter it before :meth:`open`.
         """
-        described = (
-            self.recipe,
-            self.plan,
-            self.versions,
-            self.command,
-            self.profile,
-            self.race,
-            self.expected,
-            self.picture,
-        )
+        described = (*self._description, self.picture)
         before = {path: path.read_bytes() for path in described if path.is_file()}
         starts = self._num_starts()
         try:
@@ -240,13 +231,16 @@ class RunDirectory:
         written = recipe.with_(model=recipe.model.stated())
         write_atomically(self.recipe, written.to_toml())  # the last: a directory with a recipe holds a run
 
+    @property
+    def _description(self) -> tuple[Path, ...]:
+        return self.recipe, self.plan, self.versions, self.command, self.profile, self.race, self.expected
+
     def _num_starts(self) -> int:
         return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0
 
     def _never_began(self) -> bool:
         """Whether the directory is left from a run that was refused before its first step; a new run may replace it."""
-        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command}
-        known |= {self.profile, self.race, self.expected}
+        known = {*self._description, self.checkpoints, self.logs}
         present = set(self.path.iterdir())
         described = bool(present & known - {self.logs})  # any of them: the disk may have been full after the first
         return described and present <= known and not any(self.checkpoints.glob("*"))

@@ -7,6 +7,7 @@ themselves.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import random
 import socket
@@ -149,6 +150,20 @@ def threads_per_rank() -> int:
     if chosen is not None and chosen.isdecimal():
         return max(1, int(chosen))
     return max(1, num_cores() // ranks_of_host())
+
+
+def join(device: torch.device, timeout: float | None = None, keys: str | None = None) -> None:
+    """Join the other ranks of the job, and do not leave it, so that training may go on in it. Its collectives fail
+    after a timeout in seconds, by default that of groups; its keys are by default those of the environment, if any."""
+    import torch
+
+    from thinwire.collectives import group
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads_per_rank())
+    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+    group.init(timeout=patience, device=device, keys=keys)
 
 
 def ranks_of_host() -> int:

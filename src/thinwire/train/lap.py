@@ -12,7 +12,7 @@ from thinwire.collectives.group import control
 from thinwire.train.data.packing import Dataset
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
-from thinwire.train.trainer import make_trainer
+from thinwire.train.trainer import Trainer
 
 WARM_UP: Final = 2
 """Steps that do not count: connections are made, memory is taken, nothing of an earlier step is on its way."""
@@ -30,7 +30,7 @@ def timed_steps(run: ResolvedRun, dataset: Dataset, device: torch.device, deadli
     :data:`WARM_UP`; none if there was no time for any."""
     rank, room = control().rank, measure_room(device)
     with explained_exhaustion(rank, "building the model", room):
-        trainer = make_trainer(run, dataset, device)
+        trainer = Trainer(run, dataset, device)
         trainer.prepare_data()
     seconds: list[float] = []
     with explained_exhaustion(rank, "training", room):

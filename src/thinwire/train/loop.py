@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Final
@@ -30,7 +29,7 @@ from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.observing.trackers import open_trackers
-from thinwire.train.trainer import Trainer, make_trainer
+from thinwire.train.trainer import Trainer
 from thinwire.weights import Publisher
 from thinwire.weights import publisher as publisher_of
 
@@ -38,21 +37,13 @@ _CHECKPOINT: Final[Typed[Checkpoint | None]] = Typed(Checkpoint | None)
 _TEXT: Final[Typed[str | None]] = Typed(str | None)
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a run ended after ``step`` updates, and why it stopped early, if it did."""
-
-    step: int
-    stopped: str | None
-
-
-def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> Result:
-    """Train as one rank. Every rank of the run calls it and gets the same result."""
+def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> None:
+    """Train as one rank, to the end or until it is asked to stop. Every rank of the run calls it."""
     import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
 
     rank, room, base = control().rank, measure_room(device), memory_in_use(device)
     with explained_exhaustion(rank, "building the model", room):
-        trainer = make_trainer(run, dataset, device)
+        trainer = Trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
         had = trainer.position.step
@@ -93,7 +84,6 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     if leads and stopped is None and not run.directory.summary.is_file():
         write_json(run.directory.summary, _summary(trainer))
     trainer.ranks.barrier()
-    return Result(trainer.position.step, stopped)
 
 
 def resume(trainer: Trainer) -> list[str]:

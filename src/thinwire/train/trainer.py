@@ -12,7 +12,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -21,14 +20,13 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint.background import PendingSave
-from thinwire.collectives.group import Control, control
+from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, DataError
-from thinwire.network.order import Ordered, order_ranks
-from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.network.order import order_ranks
+from thinwire.parallel import parallelize
 from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.optimizer.probes import seed_generators
-from thinwire.sharding.runtime.averaging import Average
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
@@ -66,49 +64,70 @@ class StepOutcome(NamedTuple):
     save_failed: bool
 
 
-@dataclass
 class Trainer:
-    """One rank's model, optimizer, data and position.
+    """One rank's model, which it builds and shards, optimizer, data and position, from step 0 on. Every rank of the run
+    makes one.
 
     ``config`` is the ``config.json`` of a Hugging Face model, and validations use ``average``. ``ranks`` and ``island``
     are the control groups of all ranks and of this rank's island. ``pace`` is ``None`` where the speeds of ranks cannot
     be compared. ``num_parameters`` counts tied ones once, ``token_flops`` forward and backward, and ``peak_flops`` is
     that of one device. ``recent`` and ``total`` count steps without validation and saving, since the last record and
     the start; ``waits`` are those of all ranks for their data, up to the last record.
+
+    Raises:
+        MismatchError: On every rank, if ranks have different versions, recipes or tokens.
+        SpecError: On every rank, if the plan's topology cannot be read or found.
     """
 
-    run: ResolvedRun
-    dataset: Dataset
-    device: torch.device
-    model: ParallelModel
-    config: Mapping[str, Any] | None
-    optimizer: ParallelOptimizer
-    average: Average | None
-    train: Samples
-    validation: Samples
-    ranks: Control
-    island: Control
-    updates: Updates
-    position: Position
-    pace: Pace | None
-    step_meter: StepMeter
-    meter: LinkMeter
-    link_pace: LinkPace
-    allocators: AllocatorWatch
-    checks: ReplicaChecks
-    watch: IslandWatch
-    ordered: Ordered
-    num_parameters: int
-    token_flops: float
-    peak_flops: float | None
-    recent: Duration = NONE
-    total: Duration = NONE
-    waits: Duration = NONE
-    _pending: PendingSave | None = None
-    _before: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, run: ResolvedRun, dataset: Dataset, device: torch.device) -> None:
+        recipe, seq = run.recipe, run.recipe.train.seq
+        self.run, self.dataset, self.device, self.ranks = run, dataset, device, control()
+        hosts = agree(self.ranks, recipe, dataset.fingerprint)
+        self.ordered = order_ranks(run.plan, self.ranks, device)
+        plan = self.ordered.plan
+        self.train = Samples(dataset.train, seq, recipe.train.seed)
+        self.validation = Samples(dataset.validation, seq, 0)
+        drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed)
+        model, self.config = drafted.model, drafted.config
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
+        self.model = parallelize(model, plan, loss=cross_entropy, values=drafted.values, device=device)
+        settings = recipe.optimizer
+        self.optimizer = self.model.optimizer(
+            torch.optim.AdamW,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+            param_groups=[{"params": undecayed, "weight_decay": 0.0}],
+            skip_nonfinite=self.model.decides_on_device,
+            loss_scale=LossScale(**recipe.loss_scale.to_dict()) if plan.scales_loss else None,
+        )
+        places = meet(self.ranks, hosts)
+        self.average = None if recipe.average.decay is None else self.model.average(decay=recipe.average.decay)
+        self.island = control(self.model.grid.island_ranks)
+        self.position = Position()
+        self.updates = Updates(
+            self.ranks,
+            self.position,
+            self.optimizer.loss_scale,
+            # The mean over all ranks is the mean over the ranks that know the loss.
+            loss_share=float(run.plan.pp) if self.model.knows_loss else 0.0,
+            skips=recipe.train.on_nonfinite == "skip",
+            directory=run.directory.checkpoints,
+        )
+        self.pace = _pace(plan, hosts, device)
+        self.step_meter = StepMeter(self.model, self.ranks, device, run.node_ranks)
+        self.meter, self.link_pace = LinkMeter(places), LinkPace(places.names)
+        self.allocators = AllocatorWatch(hosts)
+        self.checks = ReplicaChecks(self.model, self.optimizer, hosts, every=recipe.train.check_replicas)
+        self.watch = IslandWatch(self.model, self.position, recipe.cluster)
+        self.peak_flops = _peak_flops(run, device)
+        self.recent = self.total = self.waits = NONE
         self._ahead = BatchesAhead(self._batches)
+        self._pending: PendingSave | None = None
+        self._before = 0
 
     @property
     def samples_per_step(self) -> int:
@@ -374,77 +393,6 @@ class Trainer:
         )
         self.recent = NONE
         return record
-
-
-def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Trainer:
-    """Build the model, shard it, and attach optimizer and data, for a trainer at step 0. Every rank of the run calls
-    it.
-
-    Raises:
-        MismatchError: On every rank, if ranks have different versions, recipes or tokens.
-        SpecError: On every rank, if the plan's topology cannot be read or found.
-    """
-    recipe, seq = run.recipe, run.recipe.train.seq
-    hosts = agree(control(), recipe, dataset.fingerprint)
-    plan = (ordered := order_ranks(run.plan, control(), device)).plan
-    train = Samples(dataset.train, seq, recipe.train.seed)
-    validation = Samples(dataset.validation, seq, 0)
-    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed)
-    model = drafted.model
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
-    parallel = parallelize(model, plan, loss=cross_entropy, values=drafted.values, device=device)
-    settings = recipe.optimizer
-    optimizer = parallel.optimizer(
-        torch.optim.AdamW,
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=True,
-        param_groups=[{"params": undecayed, "weight_decay": 0.0}],
-        skip_nonfinite=parallel.decides_on_device,
-        loss_scale=LossScale(**recipe.loss_scale.to_dict()) if plan.scales_loss else None,
-    )
-    position, places = Position(), meet(control(), hosts)
-    return Trainer(
-        run=run,
-        dataset=dataset,
-        device=device,
-        model=parallel,
-        config=drafted.config,
-        optimizer=optimizer,
-        average=None if recipe.average.decay is None else parallel.average(decay=recipe.average.decay),
-        train=train,
-        validation=validation,
-        ranks=control(),
-        island=control(parallel.grid.island_ranks),
-        updates=_updates(run, parallel, optimizer, position),
-        position=position,
-        pace=_pace(plan, hosts, device),
-        step_meter=StepMeter(parallel, control(), device, run.node_ranks),
-        meter=LinkMeter(places),
-        link_pace=LinkPace(places.names),
-        allocators=AllocatorWatch(hosts),
-        checks=ReplicaChecks(parallel, optimizer, hosts, every=recipe.train.check_replicas),
-        watch=IslandWatch(parallel, position, recipe.cluster),
-        ordered=ordered,
-        num_parameters=num_parameters,
-        token_flops=token_flops,
-        peak_flops=_peak_flops(run, device),
-    )
-
-
-def _updates(run: ResolvedRun, model: ParallelModel, optimizer: ParallelOptimizer, position: Position) -> Updates:
-    return Updates(
-        control(),
-        position,
-        optimizer.loss_scale,
-        # The mean over all ranks is the mean over the ranks that know the loss.
-        loss_share=float(run.plan.pp) if model.knows_loss else 0.0,
-        skips=run.recipe.train.on_nonfinite == "skip",
-        directory=run.directory.checkpoints,
-    )
 
 
 def _pace(plan: Plan, hosts: Sequence[str], device: torch.device) -> Pace | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.families.tiny import FAMILIES
 from tests.support.paths import ROOT
 from typer.testing import CliRunner
 
@@ -62,16 +63,7 @@ def test_a_recipe_brings_its_plan_and_its_sequence() -> None:
 
 
 def test_a_hugging_face_configuration(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-        "max_position_embeddings": 128,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
     assert run(str(tmp_path / "config.json"), *CLUSTER)["parameters"] < 1_000_000
 
 

@@ -81,10 +81,7 @@ def test_a_call_from_python_takes_the_same_names() -> None:
 
 
 def test_a_command_that_cannot_be_imported_shows_the_reason() -> None:
-    commands = {
-        "here": Command(MEASURE),
-        "broken": Command("no_such_package.cli:broken"),
-    }
+    commands = {"here": Command(MEASURE), "broken": Command("no_such_package.cli:broken")}
     app = typer.Typer(cls=lazy_group(commands), **APP_SETTINGS)
     app.callback()(lambda: None)
     helped = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"})
@@ -98,10 +95,7 @@ def test_a_command_that_cannot_be_imported_shows_the_reason() -> None:
 
 def test_a_plug_in_adds_a_command_and_replaces_none() -> None:
     commands = {"here": Command(MEASURE)}
-    plugins = {
-        "here": Command("no_such_package.cli:other"),
-        "there": Command(MEASURE),
-    }
+    plugins = {"here": Command("no_such_package.cli:other"), "there": Command(MEASURE)}
     asked: list[None] = []
 
     def find() -> dict[str, Command]:

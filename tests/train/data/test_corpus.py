@@ -51,8 +51,7 @@ def test_globs_and_files_keep_their_order_and_count_once(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("absent", "does not exist"), ("*.absent", "matches no file"), (".", "holds no text file")],
+    ("name", "message"), [("absent", "does not exist"), ("*.absent", "matches no file"), (".", "holds no text file")]
 )
 def test_missing_files_are_named(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):

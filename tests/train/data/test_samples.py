@@ -78,12 +78,7 @@ def test_a_step_takes_the_same_samples_on_any_number_of_ranks(world: int, micro_
         batch.input_ids
         for rank in range(world)
         for batch in step_batches(
-            samples,
-            position=48,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
-            rank=rank,
-            world=world,
+            samples, position=48, micro_batch=micro_batch, micro_batches=micro_batches, rank=rank, world=world
         )
     ]
     assert len(taken) == world * micro_batches

@@ -28,7 +28,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.export.files import _publish, export
 from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.trainer import make_trainer
+from thinwire.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks
 
@@ -75,7 +75,7 @@ def train(directories: list[str]) -> list[torch.Tensor | None]:
         run = RunDirectory(Path(name))
         recipe, plan = Recipe.load(run.recipe), tw.Plan.load(run.plan)
         dataset = prepare(recipe.data)
-        trainer = make_trainer(ResolvedRun(recipe, plan, run, node_ranks=2), dataset, torch.device("cpu"))
+        trainer = Trainer(ResolvedRun(recipe, plan, run, node_ranks=2), dataset, torch.device("cpu"))
         for _ in range(2):
             trainer.step(False)
         trainer.save()

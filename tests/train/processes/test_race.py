@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.paths import ROOT
-from tests.support.small import DATA, write_text
+from tests.support.small import DATA, records, thinwire, write_text
 
 from thinwire.collectives import group
 from thinwire.spec import Plan
@@ -283,15 +281,11 @@ def test_a_run_after_a_race_is_the_run_of_its_plan(directory: Path) -> None:
 
 
 def train(directory: Path, name: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
-    command += ["--out", str(directory / name), "--set", "cluster.nodes=2", "--set", "train.tensorboard=false"]
-    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=outside, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    settings = ("--set", "cluster.nodes=2", "--set", "train.tensorboard=false")
+    return thinwire("train", str(directory / "recipe.toml"), "--out", str(directory / name), *settings, *arguments)
 
 
 def steps_of(run: Path) -> list[tuple[float, ...]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = records(run)
     assert all(row["step"] == before["step"] + 1 for before, row in itertools.pairwise(rows))
     return [(row["step"], row["loss"], row["grad_norm"], row["val_loss"]) for row in rows]

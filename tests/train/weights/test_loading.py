@@ -72,9 +72,7 @@ def data_plans(**changes: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("kind", RECIPES)
 def test_random_values_under_any_plan_and_grid(kind: str) -> None:
     grid = {"llama": (1, 2, 2), "tied": (2, 2, 1), "gpt": (2, 1, 2), "learned": (1, 4, 1)}[kind]
     dp, tp, pp = grid
@@ -87,9 +85,7 @@ def test_random_values_under_any_plan_and_grid(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_weights_in_files_under_any_plan(family: str, tmp_path: Path) -> None:
     random_model(family).save_pretrained(tmp_path, max_shard_size="40KB")
     recipe = {"kind": "huggingface", "path": str(tmp_path)}
@@ -234,9 +230,7 @@ def growth_of_start(recipe: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "source", ["file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "ours"))]
-)
+@pytest.mark.parametrize("source", ["file", "random", "ours"])
 def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path) -> None:
     """Four ranks, parameters, gradients and masters sharded over all of them."""
     import transformers

@@ -95,11 +95,11 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
     Raises:
         UsageError: The number of nodes does not divide that of the ranks.
     """
-    from thinwire.cli.measuring.ranks import join, mesh_of, small_model, status
+    from thinwire.cli.measuring.ranks import mesh_of, small_model, status
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
     from thinwire.spec import ModelSpec
-    from thinwire.train.environment import rank_device
+    from thinwire.train.environment import join, rank_device
     from thinwire.train.measuring.pieces import pieces, weightless
     from thinwire.train.measuring.room import rank_memory
 

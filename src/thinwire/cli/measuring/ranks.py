@@ -10,8 +10,6 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
     from thinwire.spec import Factor, ModelSpec
     from thinwire.train.environment import Started
 
@@ -31,23 +29,6 @@ def launched(command: str) -> Started:
             f"-m thinwire.cli.main {command} ...), with srun, or in the lab (thinwire lab -- thinwire {command} ...)"
         )
     return ranks
-
-
-def join(device: torch.device, timeout: float | None = None, keys: str | None = None) -> None:
-    """Join the other ranks of the job, and do not leave it, so that training may go on in it. Its collectives fail
-    after a timeout in seconds, by default that of groups; its keys are by default those of the environment, if any."""
-    import datetime
-
-    import torch
-
-    from thinwire.collectives import group
-    from thinwire.train.environment import threads_per_rank
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(threads_per_rank())
-    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
-    group.init(timeout=patience, device=device, keys=keys)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,6 @@ def _find(options: TopologyOptions, ranks: Started, mesh: Factor, device: torch.
 
 
 def _refuse(named: _NamedLeaves, out: Path) -> None:
-
     found = named.found
     if not found.known:
         raise UsageError(

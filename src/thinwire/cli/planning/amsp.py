@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
 from thinwire.cli.planning.tables import introduce, row_json
+from thinwire.report import Sheet
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
@@ -18,7 +19,6 @@ _GIB = 2**30
 def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, explain: bool) -> None:
     """Add the plans of the least sum, the paper's among them."""
     import thinwire.plan as planner
-    from thinwire.report import Sheet
 
     plans = planner.amsp_search(job, top=top)
     rows = [row for number, row in enumerate(plans) if number < top or row.label]
@@ -79,8 +79,6 @@ def _cells(number: int, row: AmspPlan) -> list[str]:
 
 def show_objectives(both: BothObjectives, answer: Answer) -> None:
     """Add both plans under both objectives, and the terms in which they differ."""
-    from thinwire.report import Sheet
-
     columns = [
         "least", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s",
         "transfers s", "waiting s", "step s", "GiB, as AMSP counts", "GiB",

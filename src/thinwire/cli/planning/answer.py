@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from thinwire.cli.terminal.errors import writing
-
-if TYPE_CHECKING:
-    from thinwire.report import Sheet
+from thinwire.report import Sheet, rich_table
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class Answer:
 
 def give(answer: Answer, console: Console, *, as_json: bool) -> None:
     """Print an answer, on stdout as JSON too if ``as_json``, and write its files."""
-    from thinwire.report import Sheet, rich_table
-
     for part in answer.shown:
         console.print(rich_table(part) if isinstance(part, Sheet) else part, crop=False)
     for file in answer.files:

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from thinwire.cli.terminal.console import say, wide_console
+from thinwire.errors import UsageError
+from thinwire.report import rich_table
+from thinwire.report.sheet import prediction_sheet
 
 
 def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json: bool) -> None:
     """Show a run and its prediction, and write a profile that is fitted to the run if ``refit`` names a file."""
     import thinwire.plan as planner
-    from thinwire.errors import UsageError
-    from thinwire.report.sheet import prediction_sheet, rich_table
     from thinwire.spec.profile import Profile
 
     if profile is None:

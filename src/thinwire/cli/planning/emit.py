@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
+from thinwire.units import format_bytes
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
@@ -20,7 +21,6 @@ def emit(job: TrainingJob, ours: PricedPlan, framework: str, to: Path | None, an
     """
     import thinwire.plan as planner
     from thinwire.convert.emit import FILES, Emitted, emitted_text
-    from thinwire.units import format_bytes
 
     peer = planner.nearest(job, framework, ours.plan)
     what = f"{job.model.name or 'a model'} on {job.cluster.name or f'{job.cluster.gpus} GPUs'}"

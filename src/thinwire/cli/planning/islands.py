@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.tables import row_json
+from thinwire.report import Sheet
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
@@ -22,8 +23,6 @@ def show_islands(
     job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float, answer: Answer
 ) -> None:
     """Add plans with islands, what they change, and where their losses come from."""
-    from thinwire.report import Sheet
-
     columns = [
         "islands", "each", "every", "fragments", "delay", "exchange", "loss, by the fit", "step s", "of the first plan",
         "GiB",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from thinwire.errors import UsageError
+
 if TYPE_CHECKING:
     from thinwire.spec import ClusterSpec
     from thinwire.spec.base import Spec
@@ -35,7 +37,6 @@ def cluster_settings(settings: Sequence[str]) -> dict[str, Any]:
         UsageError: a setting is of something else.
         SpecError: a setting is no ``KEY=VALUE``.
     """
-    from thinwire.errors import UsageError
     from thinwire.spec import ClusterSpec
     from thinwire.spec.io import apply_settings
 
@@ -51,8 +52,6 @@ def cluster_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
     """The numbers of ranks that may share the model: None (``auto``) lets the search choose; unset means one."""
-    from thinwire.errors import UsageError
-
     if text is None:
         return (1,)
     if text == "auto":
@@ -70,7 +69,6 @@ def cluster_of(text: str | None, measured: Profile | None, changes: Mapping[str,
         UsageError: neither is given, the two differ in size, or a setting would change what was measured.
         SpecError: the changed cluster is invalid.
     """
-    from thinwire.errors import UsageError
     from thinwire.plan import profiled_cluster
     from thinwire.spec import ClusterSpec
 
@@ -109,8 +107,6 @@ def _check_changes(
     text: str | None, cluster: ClusterSpec, measured: Profile | None, changes: Mapping[str, Any]
 ) -> None:
     """Refuse a change of what a profile measured, or of one figure for groups of nodes that differ in it."""
-    from thinwire.errors import UsageError
-
     if measured is not None and "links" in changes:
         raise UsageError("--set cluster.links changes published figures; a --profile has its own")
     of_groups = [key for key in ("links", "memory", "price_per_gpu_hour", "spot") if key in changes]

@@ -13,12 +13,13 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import say_moved
 from thinwire.cli.terminal.options import Seq, expand_options
+from thinwire.report import Sheet, rich_table
+from thinwire.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from thinwire.cost import Memory
-    from thinwire.report import Sheet
     from thinwire.spec import ClusterSpec, ModelSpec, Plan
     from thinwire.spec.recipe import Recipe
 
@@ -72,7 +73,6 @@ def memory(options: MemoryOptions) -> None:
 def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
     """Show the memory of a rank: for plans, and for DDP, FSDP2 and ZeRO 1 to 3 with the same model."""
     from thinwire.cli.planning.job import changed_cluster
-    from thinwire.report import rich_table
     from thinwire.spec import ClusterSpec
 
     cluster = changed_cluster(ClusterSpec.named(options.cluster), changes)
@@ -157,8 +157,6 @@ def _of_peers(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec) ->
 
 
 def _introduction(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec) -> str:
-    from thinwire.units import format_bytes
-
     recomputed = ", blocks recomputed" if options.recompute else ""
     return (
         f"{model.name or options.model}: {model.parameters / 1e9:.2f} billion parameters; {options.micro_batch} x "
@@ -168,8 +166,6 @@ def _introduction(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec
 
 
 def _sheet(estimates: list[_Estimate], cluster: ClusterSpec) -> Sheet:
-    from thinwire.report import Sheet
-
     rows = []
     for estimate in estimates:
         needed = estimate.memory

@@ -29,7 +29,9 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
+from thinwire.errors import UsageError
 from thinwire.garbage import uncollected
+from thinwire.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
     from thinwire.plan import PricedPlan, Searched, TrainingJob
@@ -122,8 +124,6 @@ def _check(options: PlanOptions) -> None:
     Raises:
         UsageError: says which options, why, and what to do.
     """
-    from thinwire.errors import UsageError
-
     if options.placement is not None and options.hosts is None:
         raise UsageError(
             f"--placement {options.placement} needs --hosts FILE: the names of the hosts and the leaf switch of each"
@@ -154,8 +154,6 @@ def _check(options: PlanOptions) -> None:
 
 def _check_budget(options: PlanOptions) -> None:
     """Refuse options under which no islands are planned."""
-    from thinwire.errors import UsageError
-
     given: dict[str, object] = {"--objective amsp": options.objective == "amsp", "--tp": options.tp, "--pp": options.pp}
     given |= {"--compare": options.compare, "--placement": options.placement}
     for name in (name for name, value in given.items() if value):
@@ -170,7 +168,6 @@ def _check_emission(options: PlanOptions) -> None:
     if framework is None and path is None:
         return
     from thinwire.convert.emit import FRAMEWORKS  # here: takes a tenth of a second
-    from thinwire.errors import UsageError
 
     if framework is not None and framework not in FRAMEWORKS:
         raise UsageError(f"--emit {framework}: there is no such framework; valid are {', '.join(FRAMEWORKS)}")
@@ -236,12 +233,10 @@ def _leaves_of_hosts(source: Path) -> dict[str, str]:
 
 
 def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
-    from thinwire.errors import UsageError
     from thinwire.plan import RESIDENCES, TrainingJob, leaf_numbers
     from thinwire.spec import ModelSpec
     from thinwire.spec.plan_parts.residence import Residence
     from thinwire.spec.profile import Profile
-    from thinwire.units import parse_count
 
     if options.model is None or options.tokens_per_step is None:
         given = {"--model": options.model, "--tokens-per-step": options.tokens_per_step}
@@ -278,7 +273,6 @@ def _fastest(job: TrainingJob, options: PlanOptions, answer: Answer) -> None:
     """Add the plans of the shortest overlapped step, and what else is asked of the first of them."""
     import thinwire.plan as planner
     from thinwire.spec.expectation import Expectation
-    from thinwire.units import format_bytes
 
     asked = job
     if options.tp is None and options.pp is None:
@@ -365,7 +359,6 @@ def _with_islands(
 
 def _infeasible(job: TrainingJob, rows: Sequence[PricedPlan], answer: Answer) -> dict[str, Any]:
     import thinwire.plan as planner
-    from thinwire.units import format_bytes
 
     smallest, lacking = planner.shortage(job)
     remedies = planner.remedies(job)

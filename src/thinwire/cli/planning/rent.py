@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
+from thinwire.errors import UsageError
+from thinwire.report import Sheet, draw_sweep
+from thinwire.units import format_duration
 
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
@@ -24,8 +27,6 @@ def counts_of(text: str) -> list[int]:
     Raises:
         UsageError: The text is neither, or names no number.
     """
-    from thinwire.errors import UsageError
-
     match = re.fullmatch(r"nodes=(?:(N)\.\.(N)|(N(?:,N)*))".replace("N", r"\d{1,9}"), text.replace(" ", ""))
     if match is None:
         raise UsageError(
@@ -45,8 +46,6 @@ def show_sweep(
     job: TrainingJob, rows: Sequence[SweptNodes], plot: Path | None, answer: Answer, *, by_cost: bool
 ) -> dict[str, Any]:
     """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it."""
-    from thinwire.report import Sheet
-
     best = _best(rows, by_cost=by_cost)
     columns = ["", "nodes", "GPUs", "plan", "step s", "tokens/s", "scaling", "goodput", "checkpoint every", "market",
                "per hour", "per 10^9 tokens"]  # fmt: skip
@@ -99,8 +98,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _goodput_text(option: Rental) -> str:
-    from thinwire.units import format_duration
-
     share = option.offer.goodput
     if math.isinf(share.mean_time):
         return f"goodput {share.share:.1%}, as no failures are known"
@@ -134,7 +131,6 @@ def _name(row: SweptNodes) -> str:
 
 def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list[str]:
     from thinwire.plan import summary
-    from thinwire.units import format_duration
 
     gpus = "" if row.job is None else f"{row.job.cluster.gpus}"
     first = ["*" if marked else "", f"{row.nodes}{f' {row.label}' if row.label else ''}", gpus]
@@ -181,8 +177,6 @@ def _row_json(row: SweptNodes) -> dict[str, Any]:
 
 
 def _draw(path: Path, job: TrainingJob, rows: Sequence[SweptNodes]) -> None:
-    from thinwire.report import draw_sweep
-
     found = [row for row in rows if row.rental is not None]
     lines = {
         "seconds of a step": [_rental(row).candidate.seconds for row in found],

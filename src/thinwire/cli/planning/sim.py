@@ -15,6 +15,9 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import Seq, expand_options
+from thinwire.errors import SpecError, UsageError
+from thinwire.report import Sheet, draw_sweep, rich_table
+from thinwire.units import format_bytes, is_number
 
 if TYPE_CHECKING:
     from thinwire.sim import Answer, Case, Disturbed
@@ -142,7 +145,6 @@ def _show_memory(options: SimOptions) -> None:
     """
     from thinwire.cli.planning.job import cluster_settings
     from thinwire.cli.planning.memory import MemoryOptions, show_memory
-    from thinwire.errors import UsageError
     from thinwire.spec.io import apply_settings
 
     if options.model is None or options.cluster is None:
@@ -168,7 +170,6 @@ def _cases_of(options: SimOptions) -> list[Case]:
     Raises:
         UsageError: an option lacks another one that it needs, or the values of the sweep cannot be read.
     """
-    from thinwire.errors import UsageError
     from thinwire.sim import Disturbance, read_cases
 
     if options.plot is not None and options.sweep is None:
@@ -217,7 +218,6 @@ def _cluster_fields(cluster: str) -> dict[str, Any]:
 
 def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
     """What a preset or a plan file determines about a case."""
-    from thinwire.errors import SpecError
     from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
     from thinwire.spec import ModelSpec, Plan
 
@@ -246,9 +246,7 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
 
 
 def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
-    from thinwire.errors import UsageError
     from thinwire.sim import Case
-    from thinwire.units import is_number
 
     if sweep is None:
         return [Case.parse(fields, "the step")]
@@ -305,8 +303,6 @@ def _print_json(answers: Sequence[Answer], uneven: Sequence[Disturbed], *, is_li
 
 
 def _draw(path: Path, key: str, answers: Sequence[Answer]) -> None:
-    from thinwire.report import draw_sweep
-
     first = answers[0]
     lines = {
         "seconds of a step": [answer.simulated.seconds for answer in answers],
@@ -318,8 +314,6 @@ def _draw(path: Path, key: str, answers: Sequence[Answer]) -> None:
 
 
 def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None:
-    from thinwire.report import Sheet, rich_table
-
     columns = ["", "plan", "step s", "median s", "5 %", "95 %", "times longer"]
     rows = [
         [
@@ -332,9 +326,6 @@ def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None
 
 
 def _show(answers: Sequence[Answer]) -> None:
-    from thinwire.report import Sheet, rich_table
-    from thinwire.units import format_bytes
-
     columns = ["", "model", "cluster", "plan", "engine", "step s", "tokens/s/GPU", "MFU", "TFLOP/s", "exposed s",
                "memory", ""]  # fmt: skip
     rows = []

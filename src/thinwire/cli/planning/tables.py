@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from thinwire.report import Sheet
+from thinwire.units import format_bytes
+
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
-    from thinwire.report import Sheet
 
 
 def listed(searched: Searched, top: int) -> list[PricedPlan]:
@@ -22,7 +24,6 @@ def listed(searched: Searched, top: int) -> list[PricedPlan]:
 def introduce(job: TrainingJob, answer: Answer) -> None:
     """Add the model, the cluster, and what the times are based on."""
     from thinwire.cost import NominalRates
-    from thinwire.units import format_bytes
 
     cluster, model = job.cluster, job.model
     active = "" if model.experts is None else f" ({model.active_parameters / 1e9:.2f} billion of them active)"
@@ -50,9 +51,11 @@ def introduce(job: TrainingJob, answer: Answer) -> None:
         )
 
 
-def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
-    from thinwire.report import Sheet
+_UNNAMED = {"rank": "", "fits": ""}
+"""Columns whose cells need no heading."""
 
+
+def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
     cells = [_cells(job, number, row) for number, row in enumerate(rows, start=1)]
     columns = [name for name in cells[0] if any(row[name] for row in cells)]
     return Sheet(
@@ -61,9 +64,6 @@ def plan_sheet(job: TrainingJob, rows: Sequence[PricedPlan]) -> Sheet:
         columns.index("step s"),
         [[row[name] for name in columns] for row in cells],
     )
-
-
-_UNNAMED = {"rank": "", "fits": ""}
 
 
 def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:

@@ -130,9 +130,8 @@ def _freedom(recipe: Recipe, codecs: CodecLevel | None) -> Freedom:
 
 def _join(recipe: Recipe, ranks: Started) -> torch.device:
     """Join the other ranks, unless this one has; returns its device."""
-    from thinwire.cli.measuring.ranks import join
     from thinwire.collectives import group
-    from thinwire.train.environment import rank_device
+    from thinwire.train.environment import join, rank_device
 
     device = rank_device(recipe.cluster.device, ranks.local_rank)
     if not group.is_initialized():

@@ -92,10 +92,9 @@ def export(
             f"{to}: cannot export: {error.strerror or error}; free some space or export elsewhere"
         ) from error
     architecture = str(layout.config["architectures"][0])
-    parameters = sum(file.elements for file in files)
-    names = tuple(file.name for file in files)
-    size = sum(file.num_bytes for file in files)
-    return Exported(checkpoint.step, architecture, parameters, names, size, end is not None, saved.averaged)
+    size = sum(entry.num_bytes for shard in files.values() for entry in shard)
+    parameters = size // getattr(torch, dtype).itemsize
+    return Exported(checkpoint.step, architecture, parameters, tuple(files), size, end is not None, saved.averaged)
 
 
 def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:
@@ -145,20 +144,10 @@ def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict
 # -- files -----------------------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True)
-class _Written:
-    """A safetensors file with the names of its tensors and the number and size of their elements."""
-
-    name: str
-    tensors: tuple[str, ...]
-    elements: int
-    num_bytes: int
-
-
 def _write(
     directory: Path, layout: Layout, saved: SavedModel, dtype: torch.dtype, max_shard_bytes: int
-) -> list[_Written]:
+) -> dict[str, list[TensorEntry]]:
+    """Write the tensors, by file, and the index of several files."""
     entries = []
     for tensor in layout.tensors:
         stand_in = torch.empty(layout.shapes[tensor.source], dtype=torch.float32, device="meta")
@@ -170,16 +159,15 @@ def _write(
     def made(name: str) -> Tensor:
         return tensors[name].make(parameter.of(tensors[name].source, saved.read)).to(dtype)
 
-    written = []
+    written = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_tensors(directory / name, shard, made, {"format": "pt"})
-        num_bytes = sum(entry.num_bytes for entry in shard)
-        written.append(_Written(name, tuple(entry.name for entry in shard), num_bytes // dtype.itemsize, num_bytes))
+        written[name] = shard
     if len(written) > 1:
         index = {
-            "metadata": {"total_size": sum(file.num_bytes for file in written)},
-            "weight_map": {name: file.name for file in written for name in file.tensors},
+            "metadata": {"total_size": sum(entry.num_bytes for entry in entries)},
+            "weight_map": {entry.name: name for name, shard in written.items() for entry in shard},
         }
         write_json(directory / INDEX, index)
     return written

@@ -91,10 +91,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _as_stored(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5, files hold the parameters unchanged
-        return tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
     with _Views():
         stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return stored

@@ -202,7 +202,7 @@ def open_trackers(names: Sequence[str], directory: RunDirectory, config: Mapping
     for name in dict.fromkeys(names):
         run = TrackedRun(directory.path, config, last_step, records.get(name))
         try:
-            with _quiet():
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is the run's
                 make = _OURS[name][0] if name in _OURS else found[name].load()
                 opened[name] = make(run)
         except Exception as error:
@@ -227,7 +227,7 @@ class Trackers:
         self._each(f"step {step}", lambda tracker: tracker.log(step, metrics))
 
     def close(self) -> None:
-        with _quiet():
+        with contextlib.redirect_stdout(sys.stderr):
             self._each("the end of the run", lambda tracker: tracker.close())
         self._opened.clear()
 
@@ -241,11 +241,6 @@ class Trackers:
                     "the tracker %s failed at %s and gets no further metrics, which metrics.jsonl has: %s: %s",
                     name, moment, type(error).__name__, error,
                 )  # fmt: skip
-
-
-def _quiet() -> contextlib.AbstractContextManager[Any]:
-    """Let clients print to stderr: stdout is the run's."""
-    return contextlib.redirect_stdout(sys.stderr)
 
 
 def flat(table: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

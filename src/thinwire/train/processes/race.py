@@ -22,7 +22,7 @@ from thinwire.spec import Plan
 from thinwire.spec.profile import Profile, StepRow
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.processes.ranks import Failure, run_ranks
+from thinwire.train.processes.ranks import Failure, cause, run_ranks
 from thinwire.units import format_duration
 
 SHORTEST: Final = 30.0
@@ -225,7 +225,7 @@ def concluded(seconds: Sequence[float], failures: Sequence[Failure | None], left
     process that started ranks, the failure that explains the others."""
     found = [failure for failure in failures if failure is not None]
     if found:
-        first = min(found, key=lambda failure: failure.weight)
+        first = cause(found)
         return Lap(problem=f"rank {first.rank}: {first.sentence}", failed=True)
     if not seconds:
         return Lap(problem=f"no step was timed in the {format_duration(left)} that were left")

@@ -11,12 +11,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from thinwire.errors import Room
 from thinwire.train.environment import free_port, num_cores
@@ -58,6 +58,18 @@ class Failure:
     expected: bool = False
     room: Room | None = None
 
+    @classmethod
+    def of(cls, rank: int, exitcode: int, said: Mapping[str, Any]) -> Self:
+        """The failure of a rank with an exit status, or the negative number of the signal that killed it, and what it
+        said about its error; empty if it said nothing."""
+        if said:
+            about = said["extraInfo"]
+            room = Room(**about["room"]) if about.get("room") else None
+            return cls(rank, said["message"], error=about.get("error"), expected=bool(about.get("expected")), room=room)
+        if exitcode < 0:
+            return cls(rank, f"was killed by {signal.Signals(-exitcode).name}", signal=-exitcode)
+        return cls(rank, f"exited with status {exitcode} and said nothing")
+
     @property
     def curable(self) -> bool:
         """Whether starting again may help."""
@@ -70,19 +82,6 @@ class Failure:
             return 2
         # The launcher ends the survivors itself.
         return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
-
-
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank that failed ended.
-
-    Attributes:
-        exitcode: Its exit status, or the negative number of the signal that killed it.
-        about: What it said about its error; empty if it said nothing.
-    """
-
-    exitcode: int
-    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_ranks(
@@ -124,10 +123,9 @@ def run_ranks(
         shutil.rmtree(words, ignore_errors=True)
 
 
-def cause(failures: Mapping[int, RankExit]) -> Failure:
-    """The failure that explains the others, of ranks that ended so, by their numbers."""
-    all_failures = [_failure(rank, failures[rank]) for rank in sorted(failures)]
-    return min(all_failures, key=lambda failure: failure.weight)
+def cause(failures: Iterable[Failure]) -> Failure:
+    """The failure that explains the others, given by rank."""
+    return min(failures, key=lambda failure: failure.weight)
 
 
 def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, perform: Perform) -> None:
@@ -166,9 +164,9 @@ def _running(processes: Mapping[int, BaseProcess]) -> list[BaseProcess]:
     return [process for process in processes.values() if process.exitcode is None]
 
 
-def _failures(processes: Mapping[int, BaseProcess], words: Path) -> dict[int, RankExit]:
+def _failures(processes: Mapping[int, BaseProcess], words: Path) -> list[Failure]:
     codes = {rank: process.exitcode for rank, process in processes.items()}
-    return {rank: RankExit(code, _said(words / str(rank))) for rank, code in codes.items() if code}
+    return [Failure.of(rank, code, _said(words / str(rank))) for rank, code in codes.items() if code]
 
 
 def _said(file: Path) -> Mapping[str, Any]:
@@ -178,18 +176,6 @@ def _said(file: Path) -> Mapping[str, Any]:
         if isinstance(message, dict):
             return message
     return {}
-
-
-def _failure(rank: int, ended: RankExit) -> Failure:
-    if ended.about:
-        about = ended.about["extraInfo"]
-        room = Room(**about["room"]) if about.get("room") else None
-        sentence = ended.about["message"]
-        return Failure(rank, sentence, error=about.get("error"), expected=bool(about.get("expected")), room=room)
-    if ended.exitcode < 0:
-        number = -ended.exitcode
-        return Failure(rank, f"was killed by {signal.Signals(number).name}", signal=number)
-    return Failure(rank, f"exited with status {ended.exitcode} and said nothing")
 
 
 def _end(processes: Mapping[int, BaseProcess]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import time
@@ -24,38 +23,33 @@ from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import Dataset, prepare
-from thinwire.train.environment import rank_device, threads_per_rank
+from thinwire.train.environment import join, rank_device
 from thinwire.train.lap import timed_steps
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import Result, train_rank
+from thinwire.train.loop import train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes reserved for the file in which a rank reports the cause of its failure."""
 
 
-def train(run: ResolvedRun, *, launched: bool) -> Result:
+def train(run: ResolvedRun, *, launched: bool) -> None:
     """Join a run, whose directory rank 0 has opened, as one rank, train, and leave it. ``launched`` says whether
     thinwire's launcher started this process."""
     with _joined(run) as (dataset, device):
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
         with StopRequest(run.directory.stop_file, launched=launched) as stop:
-            return train_rank(run, dataset, device, stop)
+            train_rank(run, dataset, device, stop)
 
 
 @contextlib.contextmanager
 def _joined(run: ResolvedRun) -> Iterator[tuple[Dataset, torch.device]]:
     """Be one rank of a run's job; gives its tokens and the device of this rank."""
-    recipe = run.recipe
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = rank_device(recipe.cluster.device, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dataset = prepare(recipe.data)
-    torch.set_num_threads(threads_per_rank())
-    cluster = recipe.cluster
-    group.init(timeout=datetime.timedelta(seconds=cluster.timeout), device=device, keys=cluster.keys)
+    cluster = run.recipe.cluster
+    device = rank_device(cluster.device, int(os.environ.get("LOCAL_RANK", "0")))
+    dataset = prepare(run.recipe.data)
+    join(device, cluster.timeout, cluster.keys)
     try:
         yield dataset, device
     finally:
