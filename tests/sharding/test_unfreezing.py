@@ -78,6 +78,35 @@ def test_groups_of_the_fast_optimizer() -> None:
         optim.add_param_group({"params": [model.first.weight]})
 
 
+@pytest.mark.parametrize("decay", [0.01, 0.1])
+@on_ranks(2)
+def test_schedulers_know_the_group_of_what_is_unfrozen_later(decay: float) -> None:
+    model = half_frozen()
+    groups = [{"params": ["head.*"], "weight_decay": 0.0}, {"params": ["blocks.*"], "weight_decay": decay}]
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=0.1, param_groups=groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 0.5**step)
+
+    def step() -> None:
+        model(torch.ones(2, 8)).square().mean().backward()
+        optim.step()
+        scheduler.step()
+        optim.zero_grad()
+
+    step()
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)  # gives the bias a master as well
+    step()
+    model.first.weight.requires_grad_(True)
+    before = tw.full_state_dict(model)["first.weight"]
+    if decay == 0.01:  # AdamW's default
+        step()
+        assert [group["lr"] for group in optim.param_groups] == [0.1 * 0.5**3] * 2
+        assert not torch.equal(tw.full_state_dict(model)["first.weight"], before)
+    else:
+        with pytest.raises(UsageError, match=r"first.weight was frozen.*scheduler could not set.*freeze it after"):
+            step()
+
+
 class MeanTeacher(nn.Module):
     """A student, and a frozen teacher whose weights follow it slowly."""
 

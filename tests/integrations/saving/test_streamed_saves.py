@@ -84,6 +84,43 @@ def test_learned_prompts_equal_those_of_one_process(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_prompts_whose_encoder_is_read_equal_those_of_one_process(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    common = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+    tasks = peft.MultitaskPromptTuningConfig(**common, num_tasks=2, num_ranks=2)
+    save_beside(tmp_path / "tasks", peft.get_peft_model(build(), tasks))
+    frozen = peft.PromptTuningConfig(**common, inference_mode=True)
+    save_beside(tmp_path / "frozen", peft.get_peft_model(build(), frozen))
+
+
+@on_ranks(2)
+def test_adapters_of_lower_ranks_equal_those_of_one_process(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=9, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(build(), config)
+    layers = [name for name, module in model.base_model.model.named_modules() if hasattr(module, "lora_E")]
+    model.peft_config["default"].rank_pattern = {f"{name}.lora_E": [True, False, True, False] for name in layers}
+    save_beside(tmp_path, model)
+
+
+@on_ranks(2)
+def test_changes_of_an_initial_adapter_equal_those_of_one_process(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights="pissa")
+    model = peft.get_peft_model(build(), config)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path / "initial")
+    dist.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    names = [name for name, _ in model.named_parameters()]
+    save_beside(tmp_path, model, path_initial_model_for_weight_conversion=str(tmp_path / "initial"))
+    assert [name for name, _ in model.named_parameters()] == names
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+
+
+@on_ranks(2)
 def test_tensors_of_other_dtypes(tmp_path: Path) -> None:
     """Buffers of other dtypes are saved as they are."""
     model = build()

@@ -138,6 +138,24 @@ def test_frozen_values_are_restored_where_an_assignment_has_given_them_a_master(
         assert torch.equal(weight.detach().full_tensor().bfloat16(), before)
 
 
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@on_ranks(2)
+def test_data_is_assigned_inside_full_parameters(preset: str) -> None:
+    model = tw.shard(nn.Linear(3, 3), tw.Plan.preset(preset, nodes=1, local=2))
+    optim = tw.optimizer(model, torch.optim.SGD, lr=0.0)
+    with tw.full_parameters(model, write=True):
+        model.weight.data = torch.full((3, 3), 2.0, dtype=model.weight.dtype)
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    assert tw.full_state_dict(model)["weight"].unique().tolist() == [2.0]
+
+    def lost() -> None:
+        with tw.full_parameters(model):
+            model.weight.data = torch.zeros_like(model.weight)
+
+    assert "weight was written inside full_parameters(model)" in raised(UsageError, lost)
+
+
 @on_ranks(2)
 def test_other_shapes_and_dtypes_are_refused() -> None:
     model = tw.shard(nn.Linear(3, 3), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))

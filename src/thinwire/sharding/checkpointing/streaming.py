@@ -36,6 +36,8 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 
 _NAMES: Final = ("save_file", "safe_save_file")
 """Names that modules give the function of ``safetensors``."""
+_INITIAL: Final = "path_initial_model_for_weight_conversion"
+"""Option with which peft loads a further adapter while it saves. It finds that one in its own state dict only."""
 _PROMPT: Final = "get_prompt_embedding_to_save"
 """Method of peft's models that the first rank alone would call."""
 
@@ -61,9 +63,12 @@ def _streamed(model: nn.Module, module: Any) -> Callable[..., None]:
             method(*args, **kwargs)
             return
         kwargs["is_main_process"] = True
-        with_whole_state(
-            model, module, lambda state: method(*args, **{**kwargs, "state_dict": state}), "save_pretrained"
-        )
+
+        def write(state: dict[str, Any]) -> None:
+            given = {} if kwargs.get(_INITIAL) else {"state_dict": state}
+            method(*args, **{**kwargs, **given})
+
+        with_whole_state(model, module, write, "save_pretrained")
 
     return save_pretrained
 
@@ -94,7 +99,7 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
         for value in state.values()
         if (isinstance(value, ShareTensor) or is_wrapper(value)) and id(value) not in at_once
     }
-    prompts = _prompts(module)
+    prompts, encoders = _prompts(module)
     gathering = _Gathering(ranks, list(shared.values()))
 
     def action() -> None:
@@ -110,13 +115,18 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
         others = {id(value): value.detach() for value in state.values() if isinstance(value, torch.Tensor)}
         stands_for = {**others, **at_once, **deferred}
         whole = {name: stands_for.get(id(value), value) for name, value in state.items()}
-        # transformers asks a model that it has quantized once more.
-        object.__setattr__(module, "state_dict", lambda *_, **__: dict(whole))
+        former = {name for name, _ in module.named_parameters()}
+
+        # transformers asks a model that it has quantized once more, and peft one into which it loads an adapter.
+        def state_dict(*_: Any, **__: Any) -> dict[str, Any]:
+            return whole | {name: value.detach() for name, value in module.named_parameters() if name not in former}
+
+        object.__setattr__(module, "state_dict", state_dict)
         if prompts:
             object.__setattr__(module, _PROMPT, prompts.__getitem__)
         try:
             with _writing_deferred():
-                write(whole)
+                torch.func.functional_call(_Calling(module), encoders, (lambda: write(whole),))
         finally:
             object.__delattr__(module, "state_dict")
             vars(module).pop(_PROMPT, None)
@@ -128,28 +138,30 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
     ranks.agree(action, explain, NOTHING)
 
 
-class _Prompting(nn.Module):
-    """Computes what peft saves of a model that learns prompts."""
+class _Calling(nn.Module):
+    """Calls a function, for ``torch.func.functional_call`` to give the model other parameters meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, name: str) -> Any:
-        return getattr(self.model, _PROMPT)(name)
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
 @torch.no_grad()
-def _prompts(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What peft computes by the prompt encoder of each adapter while it saves, by fp32 masters. Collective."""
+def _prompts(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What peft computes by the prompt encoder of each adapter while it saves, and the encoders' parameters, some of
+    which it reads: by fp32 masters. Collective."""
     model: Any = module
     configs = model.peft_config if hasattr(model, _PROMPT) else {}
-    prompts = {}
+    prompts, encoders = {}, dict[str, torch.Tensor]()
     for name in [name for name, config in configs.items() if config.is_prompt_learning]:
         state = model.prompt_encoder[name].state_dict(keep_vars=True, prefix=f"model.prompt_encoder.{name}.")
-        whole = {key: whole_value(value, keep=True) for key, value in state.items()}
-        prompts[name] = torch.func.functional_call(_Prompting(model), whole, (name,))
-    return prompts
+        encoders |= {key: whole_value(value, keep=True) for key, value in state.items()}
+        compute = functools.partial(getattr(model, _PROMPT), name)
+        prompts[name] = torch.func.functional_call(_Calling(model), encoders, (compute,))
+    return prompts, encoders
 
 
 class _Gathering:
@@ -233,6 +245,15 @@ class Deferred(torch.Tensor):
     def data_ptr(self) -> int:
         """Address of the first element."""
         return self.memory.data_ptr() + int(self.storage_offset()) * self.itemsize
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of a tensor on the CPU. Torch would put lists on the meta device, where they have no values."""
+        return super().__getitem__(
+            tuple(
+                torch.tensor(one, dtype=None if one else torch.long, device="cpu") if isinstance(one, list) else one
+                for one in (index if isinstance(index, tuple) else (index,))
+            )
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -133,7 +133,8 @@ class ShardedOptimizer(ShareOptimizer):
         self.runtime, self.owned = runtime, inner
         self.inner, self._group_of = inner.optimizer, group_of or {}
         self._try_groups = try_groups
-        self._rest = rest  # number of the group of all parameters for which none was given
+        # Number of the group of all parameters for which none was given, or of one that has the defaults as well.
+        self._rest = self._group_like_it() if rest is None else rest
         # Unfrozen parameters that are in no group yet, with the gradients of their buffers, and this rank's fragments.
         self._expected: dict[str, tuple[UnitGradient, list[OwnedFragment]]] = {}
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
@@ -192,15 +193,36 @@ class ShardedOptimizer(ShareOptimizer):
             self._expected[one.fragment.slot.name][1].append(one)
 
     def _take_expected(self, names: Iterable[str], number: int | None = None) -> None:
-        """Put unfrozen parameters into a group; by default, each into its own."""
+        """Put unfrozen parameters into a group; by default, each into its own.
+
+        Raises:
+            UsageError: One has none, and a scheduler would not know a new one.
+        """
         for name in names:
-            _, owned = self._expected.pop(name)
             assert self.shares is not None
             chosen = self._group_of.get(name, self._rest) if number is None else number
             if chosen is None:
+                if any("initial_lr" in group for group in self.inner.param_groups):
+                    if not self.shares[name].requires_grad:  # it only shares a buffer, or is written to
+                        continue
+                    raise UsageError(
+                        f"{name} was frozen when the optimizer was made, no parameter group is its own or has the "
+                        "defaults, and the learning-rate scheduler could not set the rate of a new one: give it a "
+                        "group with the others, as param_groups takes frozen parameters too; or freeze it after the "
+                        "optimizer is made"
+                    )
                 chosen = self._rest = self.owned.add_group({})
+            _, owned = self._expected.pop(name)
             self.owned.take(chosen, owned, [self.shares[name]])
             self._update.take(owned)
+
+    def _group_like_it(self) -> int | None:
+        """The number of the first group that has all the defaults, but for what schedulers have set."""
+        for number, group in enumerate(self.inner.param_groups):
+            options = {**group, "lr": group.get("initial_lr", group.get("lr"))}
+            if all(options.get(key) == value for key, value in self.inner.defaults.items()):
+                return number
+        return None
 
     @property
     def kind(self) -> str:

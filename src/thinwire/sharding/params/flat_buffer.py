@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
+from thinwire.sharding.memory.local import local_tensor
 from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.sharding.params.unready import UnreadyParameter, is_plain
 
@@ -180,6 +181,22 @@ class FlatBuffer:
         set_local(self.parameters, self._husks)
         for parameter in self._plain:
             parameter.__class__ = UnreadyParameter
+
+    def moved(self) -> list[nn.Parameter]:
+        """The parameters, shown whole, that are elsewhere than in the buffer: their ``data`` was assigned."""
+        # Not a function for each of them: nearly all are plain, and every step asks.
+        return [
+            p
+            for p, view in zip(self.parameters, self._views, strict=True)
+            if (p if type(p) is nn.Parameter else local_tensor(p)).data_ptr() != view.data_ptr()
+        ]
+
+    def replaced(self) -> bool:
+        """Whether parameters, shown whole, were assigned other values. Equal ones are no write: ``flatten_parameters``
+        of a recurrent layer puts its weights side by side."""
+        moved = set(map(id, self.moved()))
+        pairs = [(p.detach(), view) for p, view in zip(self.parameters, self._views, strict=True) if id(p) in moved]
+        return not all(p.dtype == view.dtype and torch.equal(local_tensor(p), view) for p, view in pairs)
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""

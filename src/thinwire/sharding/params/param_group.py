@@ -42,6 +42,8 @@ class Unit:
         secondary_valid: Whether the secondary shard has the current values.
         trained: Its trainable parameters, in the order of their buffers.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
+        moved: Whether the ``data`` of a parameter was assigned other values while the unit was gathered, and freeing has
+            undone it.
         versions: Sum over the parameters of how often torch's version counters were raised for new values.
         exact: Whether the last gather ran without a codec.
         gathers: The collectives that gather the buffers.
@@ -59,7 +61,7 @@ class Unit:
         self.is_open = False
         self.opened: Callable[[bool], None] = lambda _: None
         self.name = info.name or "(root)"
-        self.secondary_valid = False
+        self.secondary_valid = self.moved = False
         self.versions = 0
         self.exact = True
         self._spreads: list[Ticket] = []
@@ -132,6 +134,7 @@ class Unit:
             ticket.wait()
         self._gather.clear()
         for buffer in self.buffers:
+            self.moved |= self.state is State.GATHERED and bool(buffer.moved()) and buffer.replaced()
             buffer.show(whole=False)
             buffer.release()
         self.state, self.ready = State.SHARDED, False

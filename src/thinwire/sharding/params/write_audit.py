@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-from torch import nn
 
 from thinwire.sharding.memory.local import local_tensor
-from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.param_group import State, Unit
 
 _FIRST_REGULAR = 64
 """Values are compared in the first step, then in the step with this number and at every doubling of the number."""
@@ -24,8 +23,9 @@ class WriteAudit:
     These parameters are copies of masters. The next gather or spread undoes a write such as ``self.weight.clamp_()``.
     torch counts in-place writes, and the audit compares the counts in every step. torch does not count writes through
     ``parameter.data``, so the audit also compares values; this takes two passes over memory, so only a few steps do it.
-    If parameters stay whole, a forward can also re-point one (``self.weight.data = ...``), and updates would no longer
-    reach it. The audit therefore compares addresses in every step.
+    A forward can also point a parameter at other values (``self.weight.data = ...``): the next gather brings back what was there
+    before, and updates no longer reach one that stays whole. The audit therefore compares addresses in every step, and
+    units do so before they are freed.
 
     Attributes:
         compares_values: Whether forwards of this step must call ``before_forward`` and ``after_forward``.
@@ -44,7 +44,6 @@ class WriteAudit:
         """Take the units as they are: in the beginning, and when frozen parameters have got masters."""
         self._units = [unit for unit in self._all if unit.computes_with_copies]
         self._parameters = {unit.index: [p for b in unit.buffers for p in b.parameters] for unit in self._units}
-        self._whole = [(unit, _addresses(unit)) for unit in self._all if not unit.sharded]
         self._compared.clear()
         for unit in self._units:
             self._others.setdefault(unit.index, self._written_to(unit))
@@ -52,6 +51,8 @@ class WriteAudit:
     def excuse(self) -> None:
         """Accept all writes so far, because they are already in the masters."""
         self._others = {unit.index: self._written_to(unit) for unit in self._units}
+        for unit in self._all:
+            _take_back(unit)
 
     def begin_step(self, number: int) -> None:
         """Begin the step with this number, from 0 on."""
@@ -73,15 +74,13 @@ class WriteAudit:
 
     def written(self) -> Unit | None:
         """The first unit with a forward that wrote to its parameters in this step, or ``None``. Re-pointed parameters
-        of the unit are restored."""
+        are restored."""
+        moved = [unit for unit in self._all if _take_back(unit)]
         for unit in self._units:
             if self._written_to(unit) != self._others[unit.index]:
                 return unit
-        for unit, addresses in self._whole:
-            if _addresses(unit) != addresses:
-                for buffer in unit.buffers:
-                    buffer.show(whole=True)
-                return unit
+        if moved:
+            return moved[0]
         return next((unit for unit, _, changed in self._compared if any(changed)), None)
 
     def _written_to(self, unit: Unit) -> int:
@@ -91,10 +90,14 @@ class WriteAudit:
             return sum(parameter._version for parameter in parameters) - unit.versions
 
 
-def _addresses(unit: Unit) -> list[int]:
-    parameters = [parameter for buffer in unit.buffers for parameter in buffer.parameters]
-    # Not a function for each of them: nearly all are plain, and every step asks.
-    return [p.data_ptr() if type(p) is nn.Parameter else local_tensor(p).data_ptr() for p in parameters]
+def _take_back(unit: Unit) -> bool:
+    """Point re-pointed parameters of a unit at its buffers again; returns whether any had got other values."""
+    was, unit.moved = unit.moved, False
+    for buffer in unit.buffers if unit.state is State.GATHERED else ():
+        if buffer.moved():
+            was |= buffer.replaced()
+            buffer.show(whole=True)
+    return was
 
 
 def _sums_of_bits(unit: Unit) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Final
 
 import torch
@@ -31,9 +31,10 @@ class Written:
             UsageError: There are changes, and ``keep`` is false.
         """
         changes = {}
+        moved = {id(p) for unit in self._sharded.units for buffer in unit.buffers for p in buffer.moved()}
         for unit in self._sharded.units:
             for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
-                changed = self._changes(self._shares[name], unit)
+                changed = self._changes(self._shares[name], unit, moved)
                 if changed is not None and not keep:
                     raise UsageError(
                         f"{name} was written inside full_parameters(model), which would lose the change: use "
@@ -50,10 +51,11 @@ class Written:
                 piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
             share.live.after_write()
 
-    def _changes(self, share: ShardedParameter, unit: Unit) -> torch.Tensor | None:
-        """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected."""
+    def _changes(self, share: ShardedParameter, unit: Unit, moved: Set[int]) -> torch.Tensor | None:
+        """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected.
+        ``moved`` has the identities of the parameters whose ``data`` was assigned."""
         compute = share.live.compute_tensor
-        counted = compute._version != self._versions[id(compute)]
+        counted = compute._version != self._versions[id(compute)] or id(compute) in moved
         if not counted and not unit.sharded:
             return None
         piece = share.spec.cut(compute.detach())
