@@ -42,8 +42,8 @@ class Unit:
         secondary_valid: Whether the secondary shard has the current values.
         trained: Its trainable parameters, in the order of their buffers.
         computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
-        moved: Whether the ``data`` of a parameter was assigned other values while the unit was gathered, and freeing has
-            undone it.
+        moved: Whether the ``data`` of a parameter was assigned other values while the unit was gathered, which freeing
+            has undone.
         versions: Sum over the parameters of how often torch's version counters were raised for new values.
         exact: Whether the last gather ran without a codec.
         gathers: The collectives that gather the buffers.

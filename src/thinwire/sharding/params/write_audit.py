@@ -23,9 +23,9 @@ class WriteAudit:
     These parameters are copies of masters. The next gather or spread undoes a write such as ``self.weight.clamp_()``.
     torch counts in-place writes, and the audit compares the counts in every step. torch does not count writes through
     ``parameter.data``, so the audit also compares values; this takes two passes over memory, so only a few steps do it.
-    A forward can also point a parameter at other values (``self.weight.data = ...``): the next gather brings back what was there
-    before, and updates no longer reach one that stays whole. The audit therefore compares addresses in every step, and
-    units do so before they are freed.
+    A forward can also point a parameter at other values (``self.weight.data = ...``): the next gather brings back what
+    was there before, and updates no longer reach one that stays whole. The audit therefore compares addresses in every
+    step, and units do so before they are freed.
 
     Attributes:
         compares_values: Whether forwards of this step must call ``before_forward`` and ``after_forward``.
