@@ -129,6 +129,7 @@ class ShareStates:
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
         """See :class:`FragmentStates`."""
+        self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}  # a load may give masters to others
         made = []
         for optimizer in self._optimizers:
             shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned.keys() & names]
