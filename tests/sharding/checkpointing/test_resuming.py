@@ -260,6 +260,28 @@ def test_layers_that_are_unfrozen_after_the_load_go_on(tmp_path: Path, kind: str
         assert torch.equal(weight, expected[name]), name
 
 
+@on_ranks(2)
+def test_buffers_of_any_strides_are_those_of_the_first_rank_and_go_on(tmp_path: Path) -> None:
+    model, rank = nn.Linear(4, 4), dist.get_rank()
+    model.register_buffer("wide", torch.full((1,), float(rank)).expand(3, 2))
+    model.register_buffer("single", torch.full((), float(rank)).expand(1))
+    model.register_buffer("conjugate", torch.full((2,), complex(1, rank)).conj(), persistent=False)
+    model.register_buffer("negative", torch.full((2,), complex(1, 1 + rank)).conj().imag)
+    first = {
+        "wide": torch.zeros(3, 2),
+        "single": torch.zeros(1),
+        "conjugate": torch.ones(2) + 0j,
+        "negative": torch.full((2,), -1.0),
+    }
+    tw.shard(model, plan("zero1"))
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in first.items())
+    tw.save(model, None, tmp_path / "saved")
+    for name in ("wide", "single", "negative"):
+        model.get_buffer(name)[:1, ...].fill_(7.0)
+    tw.load(model, None, tmp_path / "saved")
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in first.items())
+
+
 class Reversed(nn.Module):
     """Layers that run in the reverse of the order in which they are registered."""
 

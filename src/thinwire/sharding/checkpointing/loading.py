@@ -17,6 +17,7 @@ from thinwire.checkpoint import store
 from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
+from thinwire.collectives.memory import stored_once
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
@@ -212,7 +213,8 @@ class _Loading:
             dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
             stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
             vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
-            self._copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
+            once = stored_once(stored.view(buffer.shape), buffer)
+            self._copies.append(functools.partial(stored_once(buffer).copy_, once))
 
     def _refuse_encoded(self, name: str) -> None:
         """Refuse to train what a checkpoint holds encoded.

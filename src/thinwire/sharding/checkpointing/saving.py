@@ -237,7 +237,8 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     first_replica = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0
     fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
     for name, buffer in persistent_buffers(sharded.model):
-        value = buffer.reshape(-1) if sharded.rank == island == 0 else None
+        dense = buffer.resolve_neg().contiguous()
+        value = dense.as_strided((buffer.numel(),), (1,)) if sharded.rank == island == 0 else None
         add(f"buffer/{name}", name, buffer.numel(), 0, value)
     if exchanges is not None:
         exchanges.wait()
