@@ -12,7 +12,7 @@ from thinwire import codecs
 from thinwire.agreement import Typed
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_spans
 from thinwire.collectives.group import Meter, control
 from thinwire.collectives.messages import Residual
 from thinwire.collectives.point_to_point import point_to_point
@@ -276,7 +276,8 @@ def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:
     world = nodes * local
     everyone = Everyone(nodes, local, [numel // world] * world, torch.float32)
     mean = torch.stack(everyone.held).mean(0)
-    scatter, gather = (Residual(torch.zeros(count), gain) if count else None for count in feedback_numels(group, numel))
+    counts = (end - begin for begin, end in feedback_spans(group, numel))
+    scatter, gather = (Residual(torch.zeros(count), gain) if count else None for count in counts)
     totals = torch.zeros(2, numel)
     for total, kept in zip(totals, (None, Feedback(scatter, gather)), strict=True):
         for _ in range(steps):

@@ -77,3 +77,10 @@ def test_script_modules_with_parameters_are_refused() -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(4)).sum().backward()
     optim.step()
+
+
+def test_a_sparse_buffer_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacent", torch.eye(2).to_sparse())
+    with pytest.raises(UsageError, match=r"buffer adjacent is sparse \(torch.sparse_coo\)"):
+        tw.shard(model, PLAN)

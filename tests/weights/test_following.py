@@ -17,7 +17,10 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import thinwire as tw
 from thinwire.errors import UsageError, WireError
@@ -340,6 +343,20 @@ def test_a_module_of_another_architecture_stays_as_it_is(
     with pytest.raises(UsageError, match=problem):
         published(tmp_path, made).load_into(module)
     assert all(value.is_meta or value.equal(before[name]) for name, value in module.state_dict().items())
+
+
+@on_ranks(1)
+def test_expanded_buffers_load_and_shares_of_others_are_refused(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("wide", torch.ones(1).expand(3, 2))
+    subscriber = published(tmp_path, module)
+    module.wide[:1, :1] = 0.0
+    subscriber.load_into(module)
+    assert torch.equal(module.wide, torch.ones(3, 2))
+    mesh = init_device_mesh("cpu", (1,))
+    module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+    with pytest.raises(UsageError, match=r"weight of the module is a DTensor, and load_into\(\) writes whole tensors"):
+        subscriber.load_into(module)
 
 
 def test_tensors_without_elements_need_not_be_published(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 class Net(nn.Module):
-    """Trained, frozen, shared and empty tensors, and buffers of two dtypes."""
+    """Trained, frozen, ignored, shared and empty tensors, and buffers of two dtypes, of which one is expanded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +45,9 @@ class Net(nn.Module):
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.none = nn.Parameter(torch.zeros(0, 4))
         self.still = nn.Parameter(torch.zeros(2, 0), requires_grad=False)
+        self.apart = nn.Parameter(torch.ones(3), requires_grad=False)
+        tw.ignore(self.apart)
+        self.register_buffer("wide", torch.ones(1).expand(3, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.stack(self.frozen(self.norm(x)))

@@ -11,28 +11,28 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_span
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Kind
+from thinwire.program import Kind, Span
 from thinwire.program.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback of an all-reduce, of :func:`feedback_numels` elements: of the last hop of the reduce-scatter, and
-    of this rank's piece of the sums."""
+    """Error feedback of an all-reduce, of the elements of :func:`feedback_spans`: of the last hop of the
+    reduce-scatter, and of this rank's piece of the sums."""
 
     scatter: Residual | None = None
     gather: Residual | None = None
 
 
-def feedback_numels(group: AxisGroup, numel: int) -> tuple[int, int]:
-    """Number of elements of ``Feedback.scatter`` and ``.gather`` for an encoded vector of ``numel`` elements; 0 if
-    there is no such message."""
+def feedback_spans(group: AxisGroup, numel: int) -> tuple[Span, Span]:
+    """The elements of an encoded vector of ``numel`` in ``Feedback.scatter`` and ``.gather``; none if there is no such
+    message."""
     if group.size == 2:
-        return numel, 0
+        return (0, numel), (0, 0)
     piece = numel // group.size
-    return residual_numel(group, [piece] * group.size), piece
+    return residual_span(group, [piece] * group.size), (group.index * piece, (group.index + 1) * piece)
 
 
 def all_reduce(

@@ -65,3 +65,11 @@ def release_memory() -> None:
 def _unused(block: torch.UntypedStorage) -> bool:
     """Whether the list of blocks holds the only reference to the block's memory."""
     return torch._C._storage_Use_Count(block._cdata) == 1
+
+
+def stored_once(tensor: torch.Tensor, expanded: torch.Tensor | None = None) -> torch.Tensor:
+    """What an expanded tensor stores, of which no element is written twice; or that part of a tensor of its shape."""
+    for dim, stride in reversed(list(enumerate((tensor if expanded is None else expanded).stride()))):
+        if stride == 0 and tensor.shape[dim]:
+            tensor = tensor.select(dim, 0)
+    return tensor

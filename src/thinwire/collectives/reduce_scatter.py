@@ -15,6 +15,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Span
 from thinwire.program.stages import Stage
 
 
@@ -68,8 +69,8 @@ def reduce_scatter(
         accumulate: Add to ``out``, which must be fp32, instead of overwriting it.
         sizes: Number of elements of each member's piece; equal by default.
         codecs: Codecs of the two hops.
-        residual: Error feedback of :func:`residual_numel` elements: the loss of earlier messages of the last hop, which
-            is added to the next ones.
+        residual: Error feedback of the elements of :func:`residual_span`: the loss of earlier messages of the last hop,
+            which is added to the next ones.
         seed: Seed for codecs that round at random. It should differ from step to step and from rank to rank.
 
     Returns:
@@ -97,12 +98,13 @@ def reduce_scatter(
     )
 
 
-def residual_numel(group: AxisGroup, sizes: Sequence[int]) -> int:
-    """Number of elements in the error feedback of :func:`reduce_scatter`: those that its last hop sends."""
+def residual_span(group: AxisGroup, sizes: Sequence[int]) -> Span:
+    """The elements of the vector in the error feedback of :func:`reduce_scatter`: those that its last hop sends."""
     if group.nodes == 1 or group.local == 1:
-        return sum(sizes)
+        return 0, sum(sizes)
     mine = group.local_index * group.nodes
-    return sum(sizes[mine : mine + group.nodes])
+    begin = sum(sizes[:mine])
+    return begin, begin + sum(sizes[mine : mine + group.nodes])
 
 
 @dataclass(frozen=True, slots=True)

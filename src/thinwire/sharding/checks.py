@@ -229,9 +229,15 @@ def _check_kind(name: str, parameter: nn.Parameter, *, cut: bool) -> None:
 
 
 def check_modules(model: nn.Module, plan: Plan) -> None:
-    """Refuse CUDA graphs, modules that take no hooks, and modules whose forward writes to gathered parameters, because
-    the next gather would undo the write."""
+    """Refuse CUDA graphs, sparse buffers, modules that take no hooks, and modules whose forward writes to gathered
+    parameters, because the next gather would undo the write."""
     refuse_cuda_graphs(model)
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise UsageError(
+                f"buffer {name} is sparse ({buffer.layout}), and ranks exchange dense ones: keep it as an ordinary "
+                "attribute of its module, or its indices and values as two buffers"
+            )
     keep_layouts(model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:

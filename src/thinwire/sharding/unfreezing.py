@@ -58,9 +58,9 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
 
 
 def widen(runtime: Runtime, names: Set[str]) -> None:
-    """Give frozen parameters with these names, whose buffers are narrow (see
-    :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`), masters, because they are to be updated in place; the
-    first rank warns where they cannot have any. Collective.
+    """Give frozen parameters with these names masters, because they are to be updated in place, or a checkpoint has
+    some; the first rank warns where they cannot have any, and are narrow (see
+    :class:`~thinwire.sharding.params.flat_buffer.FlatBuffer`). Collective.
 
     Raises:
         UsageError: The model is inside a pass.
@@ -73,12 +73,15 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
     if not why:
         _grow(runtime, names, chosen)
         return
+    narrow = [buffer.layout for _, buffer in chosen if buffer.narrows]
+    if not narrow:
+        return
     if runtime.sharded.rank == 0:
         log.warning(
             "%s was frozen when the model was sharded, and is updated in place now. It stays in %s, which loses small "
             "changes, as the model has %s: freeze it after thinwire.shard",
-            name,
-            chosen[0][1].layout.dtype,
+            min(names & narrow[0].slot_by_name.keys()),
+            narrow[0].dtype,
             why,
         )
     for unit in runtime.units:

@@ -15,7 +15,9 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from thinwire.collectives.memory import stored_once
 from thinwire.errors import UsageError, WireError
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.modules.quantized import inner_tensors
@@ -188,8 +190,8 @@ class Subscriber:
         """Copy the weights into a module of the same architecture, whatever its dtype and device.
 
         Raises:
-            UsageError: There is no version yet, or the module has other tensors, or is on the meta device. It stays as
-                it is.
+            UsageError: There is no version yet, or the module has other tensors or DTensors, or is on the meta device.
+                It stays as it is.
         """
         self.load_by(lambda weights: _copy(dict(weights), module))
 
@@ -308,10 +310,15 @@ def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
     weights = {name: values for name, values in weights.items() if values.numel()}
     if shells := [name for name, tensor in own.items() if tensor.is_meta]:
         raise UsageError(f"{shells[0]} of the module is on the meta device, without values: call to_empty() first")
+    if shares := [name for name, tensor in own.items() if isinstance(tensor, DTensor)]:
+        raise UsageError(
+            f"{shares[0]} of the module is a DTensor, and load_into() writes whole tensors: give state_dict() to "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict, with full_state_dict=True in its options"
+        )
     if differing := _differing(weights, own):
         raise UsageError(f"the module and the weights differ in {', '.join(differing[:3])}: take the same architecture")
     for name, values in weights.items():
-        own[name].copy_(values)
+        stored_once(own[name]).copy_(stored_once(values, own[name]))
 
 
 def _differing(weights: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> list[str]:

@@ -9,6 +9,8 @@ import torch
 from thinwire.program.wire import rounds_parameters
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.stored_parameters import frozen, persistent_buffers
+from thinwire.sharding.modules.discover import is_ignored
+from thinwire.sharding.modules.quantized import inner_tensors
 from thinwire.sharding.runtime.runtime import Runtime
 from thinwire.weights.parts import Piece, Values
 
@@ -64,5 +66,7 @@ def _owned(runtime: Runtime) -> Iterator[_Part]:
             for slot in buffer.layout.slots:
                 if not slot.numel:  # no rank owns what has no elements
                     yield slot.name, slot.shape, 0, buffer.full.new_empty(0)
-        for name, tensor in persistent_buffers(sharded.model):
+        ignored = (pair for pair in sharded.model.named_parameters() if is_ignored(pair[1]))
+        inner = (pair for name, parameter in ignored for pair in inner_tensors(name, parameter))
+        for name, tensor in (*persistent_buffers(sharded.model), *inner):
             yield name, tensor.shape, 0, tensor

@@ -234,7 +234,9 @@ class Publisher:
                 self._put(begun, base)
             elif not begun.is_anchor:
                 self._wanted = True
-                self.error = "tensors were added, or changed their shape or dtype: the next version is an anchor"
+                self.error = (
+                    "tensors, or what ranks own of them, have changed (unfreezing?): the next version is an anchor"
+                )
                 return
             if begun.is_anchor:
                 self._put(begun, None)

@@ -231,3 +231,91 @@ def test_layers_that_were_frozen_load_where_they_are_trained(tmp_path: Path) -> 
     tw.load(whole, None, tmp_path / "head")
     before, after = tw.full_state_dict(first), tw.full_state_dict(whole)
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@on_ranks(2)
+def test_layers_that_are_unfrozen_after_the_load_go_on(tmp_path: Path, kind: str, dtype: str) -> None:
+    def begun() -> tuple[nn.Module, Any]:
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+        model = tw.shard(model, Plan.preset("zero3", nodes=1, local=2, compute_dtype=dtype))
+        return model, KINDS[kind](model, 1e-2)
+
+    here = (dist.get_rank(),)
+    model, optim = begun()
+    trained(model, optim, 0, ranks=here)
+    model[0].requires_grad_(True)
+    trained(model, optim, 1, 2, ranks=here)
+    tw.save(model, optim, tmp_path / "saved")
+    trained(model, optim, 3, 4, ranks=here)
+    expected = tw.full_state_dict(model)
+    model, optim = begun()
+    tw.load(model, optim, tmp_path / "saved")
+    assert not any(parameter.requires_grad for parameter in model[0].parameters())
+    model[0].requires_grad_(True)
+    trained(model, optim, 3, 4, ranks=here)
+    for name, weight in tw.full_state_dict(model).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+@on_ranks(2)
+def test_buffers_of_any_strides_are_those_of_the_first_rank_and_go_on(tmp_path: Path) -> None:
+    model, rank = nn.Linear(4, 4), dist.get_rank()
+    model.register_buffer("wide", torch.full((1,), float(rank)).expand(3, 2))
+    model.register_buffer("single", torch.full((), float(rank)).expand(1))
+    model.register_buffer("conjugate", torch.full((2,), complex(1, rank)).conj(), persistent=False)
+    model.register_buffer("negative", torch.full((2,), complex(1, 1 + rank)).conj().imag)
+    first = {
+        "wide": torch.zeros(3, 2),
+        "single": torch.zeros(1),
+        "conjugate": torch.ones(2) + 0j,
+        "negative": torch.full((2,), -1.0),
+    }
+    tw.shard(model, plan("zero1"))
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in first.items())
+    tw.save(model, None, tmp_path / "saved")
+    for name in ("wide", "single", "negative"):
+        model.get_buffer(name)[:1, ...].fill_(7.0)
+    tw.load(model, None, tmp_path / "saved")
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in first.items())
+
+
+class Reversed(nn.Module):
+    """Layers that run in the reverse of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.middle, self.first = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize(
+    ("preset", "wire"), [("thinwire", {}), ("zero1", {"reduce_inter": "int8:256"}), ("zeropp", {})]
+)
+@on_ranks(2)
+def test_messages_hold_the_same_units_from_the_first_step_on(tmp_path: Path, preset: str, wire: dict[str, Any]) -> None:
+    def begun() -> tuple[nn.Module, Any]:
+        torch.default_generator.manual_seed(0)
+        model = tw.shard(Reversed(), Plan.preset(preset, nodes=2, local=1, granularity="module", wire=wire))
+        return model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+    def go_on(model: nn.Module, optim: Any) -> dict[str, Any]:
+        for step in range(2):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            model(x).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        return tw.full_state_dict(model)
+
+    model, optim = begun()
+    go_on(model, optim)
+    tw.save(model, optim, tmp_path / "saved")
+    expected = go_on(model, optim)
+    model, optim = begun()
+    tw.load(model, optim, tmp_path / "saved")
+    for name, weight in go_on(model, optim).items():
+        assert torch.equal(weight, expected[name]), name

@@ -19,6 +19,7 @@ from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
 from thinwire.collectives.job.torch_groups import named_group
 from thinwire.collectives.links.gloo import close_connections
+from thinwire.collectives.memory import stored_once
 from thinwire.errors import CollectiveError, UsageError
 
 T = TypeVar("T")
@@ -123,10 +124,10 @@ class Control:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor of any layout and dtype with that of the first rank (initial weights, buffers)."""
-        tensor = _stored_once(tensor)
+        tensor = stored_once(tensor)
         if self.process_group is None or not tensor.numel():
             return
-        staged = tensor.detach().cpu().contiguous()
+        staged = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         with self._doing("broadcast"):
             dist.broadcast(_bytes_of(staged), self.ranks[0], group=self.process_group)
         if staged.data_ptr() != tensor.data_ptr():
@@ -134,8 +135,8 @@ class Control:
 
     def broadcast_together(self, tensors: Sequence[torch.Tensor]) -> list[bool]:
         """Overwrite small tensors with those of the first rank in one message; returns which were different."""
-        stored = [_stored_once(tensor.detach()) for tensor in tensors]
-        mine = [_bytes_of(tensor.contiguous()) for tensor in stored]
+        stored = [stored_once(tensor.detach()) for tensor in tensors]
+        mine = [_bytes_of(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in stored]
         if self.process_group is None or not sum(part.numel() for part in mine):
             return [False] * len(mine)
         sizes = [part.numel() for part in mine]
@@ -149,14 +150,6 @@ class Control:
             if differs:
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # whose bytes are aligned
         return different
-
-
-def _stored_once(tensor: torch.Tensor) -> torch.Tensor:
-    """What an expanded tensor stores."""
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    return tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from thinwire.checkpoint import store
 from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
+from thinwire.collectives.memory import stored_once
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want_encoded
@@ -130,12 +131,6 @@ class _Loading:
         # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
         self._same_islands = manifest.values.get("islands", 1) == sharded.plan.job_islands
         self._island = sharded.part.data.island if self._same_islands else 0
-        # Frozen parameters that had masters, such as a mean teacher's, get some.
-        narrow = (buffer for unit in sharded.units for buffer in unit.buffers if buffer.narrows)
-        names = {slot.name for buffer in narrow for slot in buffer.layout.slots}
-        names &= manifest.values.get("updated", {}).keys()
-        if names and runtime.masters is not None:
-            runtime.masters.widen(names)
         # What state there is of a parameter: vectors, cut or whole, and single numbers.
         self._saved: dict[str, set[str]] = {}
         prefix = f"{own_key('optimizer', self._island)}/"
@@ -145,9 +140,21 @@ class _Loading:
                 name, _, key = full.removeprefix(prefix).rpartition("/")
                 cut = name in slices and full in manifest.vectors
                 self._saved.setdefault(name, set()).add(key.rpartition("@")[0] if cut else key)
+        self._give_masters()
         self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
         self._counts: tuple[int, int] | None = None
+
+    def _give_masters(self) -> None:
+        """Give masters to frozen parameters that had some: those that an optimizer trained may be unfrozen again after
+        the load, and others follow, as a mean teacher's do."""
+        frozen = [buffer for unit in self._sharded.units for buffer in unit.buffers if not buffer.layout.trainable]
+        names = {slot.name for buffer in frozen if buffer.narrows for slot in buffer.layout.slots}
+        names &= self._manifest.values.get("updated", {}).keys()
+        if self._optim is not None:
+            names |= self._saved.keys() & {slot.name for buffer in frozen for slot in buffer.layout.slots}
+        if names and self._runtime.masters is not None:
+            self._runtime.masters.widen(names)
 
     def want(self, vectors: Vectors) -> None:
         """Register the vectors to read and their targets.
@@ -206,7 +213,8 @@ class _Loading:
             dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
             stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
             vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
-            self._copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
+            once = stored_once(stored.view(buffer.shape), buffer)
+            self._copies.append(functools.partial(stored_once(buffer).copy_, once))
 
     def _refuse_encoded(self, name: str) -> None:
         """Refuse to train what a checkpoint holds encoded.
@@ -323,6 +331,8 @@ class _Loading:
                 group.update({key: _as_kept(group.get(key), value) for key, value in values.items()})
         runtime, exchanges = self._runtime, self._runtime.exchanges
         self._reducer.feedback.lost = self._lost
+        order = self._manifest.values.get(of_part(own_key("order", self._island), self._sharded.part), [])
+        runtime.schedule.resume(order)
         self._restore_loss_scale()
         self._restore_average()
         if exchanges is not None:

@@ -56,6 +56,7 @@ _KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
         "a table of counts",
     ),
     "feedback": (_is_table, "a table"),
+    "order": (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of text"),
 }
 _STATE: Final = re.compile(r"(island-\d+/)?optimizer/")
 """How keys of a parameter's optimizer state begin."""

@@ -8,7 +8,8 @@ frozen when the model was sharded have their own dtype, and a place of their own
 wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank after rank; they contain the loss
 scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values in compute dtype, if the plan
 spreads differences. Frozen parameters that ranks keep encoded have other vectors
-(:mod:`thinwire.sharding.checkpointing.encoded_parameters`).
+(:mod:`thinwire.sharding.checkpointing.encoded_parameters`). The value ``order`` names the units in the order in which
+their gradients share messages, where ranks have agreed about one.
 ``average/NAME`` is the average of the weights, whose counts are the value ``average``.
 
 Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
@@ -235,7 +236,8 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     first_replica = sharded.is_first_replica
     fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
     for name, buffer in persistent_buffers(sharded.model):
-        value = buffer.reshape(-1) if sharded.rank == island == 0 else None
+        dense = buffer.resolve_neg().contiguous()
+        value = dense.as_strided((buffer.numel(),), (1,)) if sharded.rank == island == 0 else None
         add(f"buffer/{name}", name, buffer.numel(), 0, value)
     if exchanges is not None:
         exchanges.wait()
@@ -267,6 +269,8 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
     _save_lost(own_key("feedback", island), part, reducer.feedback.lost, vectors, values)
+    if order := runtime.schedule.adopted_order():
+        values[of_part(own_key("order", island), part)] = order
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
         values[of_part("outer", part)] = turns_of(exchanges)

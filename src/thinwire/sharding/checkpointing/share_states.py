@@ -72,6 +72,7 @@ class ShareStates:
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
         """Allocate missing state of the parameters with these names; returns the fragments that had none."""
+        self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}  # a load may give masters to others
         made = []
         for optimizer in self._optimizers:
             shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned.keys() & names]

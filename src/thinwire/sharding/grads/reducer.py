@@ -81,6 +81,7 @@ class Reducer:
         on_host: bool,
     ) -> None:
         self.gradients, self.reductions, self.feedback = gradients, reductions, reductions.feedback
+        self.feedback.settle = self.join
         self.recount()
         self._lanes, self.on_host = lanes, on_host
         self._turns = Turns({}, lambda _: ReductionTurn())

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.buckets import Bucket, cut
+from thinwire.sharding.grads.error_feedback import ErrorFeedback
 from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.seeds import Seeds
@@ -56,67 +56,6 @@ class _Vector:
     left: int
 
 
-class ErrorFeedback:
-    """Error feedback: what codecs rounded away from this rank's messages, kept and added to the next step's gradients.
-
-    Args:
-        plan: The plan.
-        groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
-
-    Attributes:
-        lost: Rounding errors, fp32, by reduction, chunk by chunk. Every rank has the same reductions, but sizes may
-            differ.
-    """
-
-    def __init__(self, plan: Plan, groups: Mapping[Axis, AxisGroup]) -> None:
-        self._wire, self._groups = plan.wire, groups
-        self.lost: dict[str, torch.Tensor] = {}
-
-    def of_scatter(self, axis: Axis, bucket: Bucket, number: int, codecs: HopCodecs) -> Residual | None:
-        """Rounding errors so far of a reduce-scatter's last hop.
-
-        Args:
-            axis: Axis of the reduce-scatter.
-            bucket: The bucket.
-            number: Number of the chunk.
-            codecs: Codecs of the hops.
-
-        Returns:
-            The errors; ``None`` without error feedback or with lossless codecs.
-        """
-        group = self._groups[axis]
-        if not self._loses(group, codecs):
-            return None
-        numels = [residual_numel(group, chunk.sizes) for chunk in bucket.chunks]
-        return self._residual(str(axis), bucket, numels, number)
-
-    def of_sync(self, bucket: Bucket, number: int, codecs: HopCodecs) -> Feedback:
-        """Rounding errors so far of an all-reduce over the replicas; see :meth:`of_scatter` for the arguments."""
-        group = self._groups[Axis.REPLICA]
-        if not self._loses(group, codecs):
-            return Feedback()
-        numels = [feedback_numels(group, padded(chunk.sizes[0], group.size)) for chunk in bucket.chunks]
-        scattered, gathered = zip(*numels, strict=True)
-        sums = self._residual("replica-sum", bucket, gathered, number) if group.size > 2 else None
-        return Feedback(self._residual("replica", bucket, scattered, number), sums)
-
-    def _loses(self, group: AxisGroup, codecs: HopCodecs) -> bool:
-        """Whether the last hop along an axis rounds, and its errors are kept."""
-        codec = codecs.across if group.nodes > 1 else codecs.inside
-        return self._wire.error_feedback > 0 and codec is not None and not codec.spec.is_lossless
-
-    def _residual(self, what: str, bucket: Bucket, numels: Sequence[int], number: int) -> Residual | None:
-        """Rounding errors of a chunk; ``numels`` are the numbers of elements that the last hop encodes, by chunk."""
-        key = f"{what}/{'-'.join(str(part.unit) for part in bucket.gradients)}"
-        lost = self.lost.get(key)
-        if lost is None or lost.numel() != sum(numels):
-            lost = self.lost[key] = torch.zeros(sum(numels), dtype=torch.float32, device=bucket.chunks[0].device)
-        if not numels[number]:
-            return None
-        begin = sum(numels[:number])
-        return Residual(lost[begin : begin + numels[number]], self._wire.error_feedback)
-
-
 class Reductions:
     """Turns operations into moves, and keeps track of the tensors that hold gradients between two operations.
 
@@ -147,7 +86,7 @@ class Reductions:
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
-        self.feedback = ErrorFeedback(plan, groups)
+        self.feedback = ErrorFeedback(plan, gradients, groups)
 
     def recut(self) -> None:
         """Cut buckets anew, because units have further gradients."""

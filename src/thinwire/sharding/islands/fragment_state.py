@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_spans
 from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs
@@ -145,7 +145,7 @@ class PartState:
     def _feedback(self, group: AxisGroup, encoded: bool, numel: int) -> Feedback | None:
         if not encoded or not self._settings.error_feedback:
             return None
-        own, of_mean = feedback_numels(group, numel)
+        own, of_mean = (end - begin for begin, end in feedback_spans(group, numel))
         self.lost = [_sized(self.lost[0], own, self.anchor), _sized(self.lost[1], of_mean, self.anchor, keeps=False)]
         gain = self._settings.error_feedback
         return Feedback(*(None if lost is None else Residual(lost, gain) for lost in self.lost))

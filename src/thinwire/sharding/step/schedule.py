@@ -294,6 +294,22 @@ class Schedule:
         self._expected, self._proposed = (), None
         self._trainable = {number for number, info in enumerate(infos) if info.trainable}
 
+    def adopted_order(self) -> list[str]:
+        """Names of units in the order in which forwards need them, where it is agreed; elsewhere, each backward follows
+        its own forward."""
+        trace = self.programs.trace if self._whole else None
+        return [] if trace is None else [self.programs.infos[unit].name for unit in dict.fromkeys(trace.needed)]
+
+    def resume(self, order: Sequence[str]) -> None:
+        """Follow, from the next step on, the order that :meth:`adopted_order` gave, if it has the units that are
+        trained here."""
+        numbers = {info.name: number for number, info in enumerate(self.programs.infos)}
+        if self._whole and order != self.adopted_order() and set(order) <= numbers.keys():
+            units = [numbers[name] for name in order]
+            if self._trainable <= set(units):
+                forward = [(phase, unit) for unit in units for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+                self.programs.adopt(Trace.of_forward(forward))
+
     def begin_forward(self) -> None:
         """Begin a forward of the model, or of a unit that is called alone."""
         if len(self.forward) + len(self._unrecorded) >= MOST_EVENTS:
