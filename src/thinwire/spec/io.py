@@ -37,7 +37,7 @@ def read_toml_file(path: str | Path) -> dict[str, Any]:
         SpecError: The file cannot be read or is not TOML.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(str(path), f"cannot be read: {reason}") from error

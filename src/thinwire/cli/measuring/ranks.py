@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import check_writable
 from thinwire.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from thinwire.spec import Factor, ModelSpec
@@ -48,6 +51,23 @@ def join(device: torch.device, timeout: float | None = None, keys: str | None = 
     torch.set_num_threads(threads_per_rank())
     patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
     group.init(timeout=patience, device=device, keys=keys)
+
+
+def check_outputs(ranks: Started, outputs: Mapping[str, Path | None]) -> None:
+    """Refuse, on every rank, files that rank 0 could not write, by their options. The ranks have joined the job.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    from thinwire.agreement import NOTHING
+    from thinwire.collectives import group
+
+    def check() -> None:
+        for option, path in outputs.items():
+            if ranks.rank == 0 and path is not None:
+                check_writable(option, path)
+
+    group.control().agree(check, lambda problems: UsageError(problems[0]), NOTHING)
 
 
 @contextlib.contextmanager
