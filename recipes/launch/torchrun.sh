@@ -12,6 +12,7 @@
 #   OUT=runs/RECIPE    the run's directory, which all nodes must see
 #   NPROC=auto         ranks per node: one for each GPU
 #   MAX_RESTARTS=3     number of times that a lost rank restarts all from the last checkpoint
+# The script fails as long as the run is not complete, also where a signal to another node has stopped it.
 # `thinwire doctor` prints the network interfaces that gloo and NCCL will use.
 set -euo pipefail
 
@@ -36,5 +37,24 @@ if [[ -e $out/recipe.toml ]]; then
   options+=(--resume)
 fi
 
-exec torchrun --nnodes "$nnodes" --nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-3}" "${meeting[@]}" \
-  -m thinwire.cli.main train "$recipe" "${options[@]}" "$@"
+# Seconds in which ranks may save after SIGTERM. torchrun's own are 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
+
+torchrun --nnodes "$nnodes" --nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-3}" "${meeting[@]}" \
+  -m thinwire.cli.main train "$recipe" "${options[@]}" "$@" &
+agent=$!
+trap 'kill -TERM "$agent"' TERM
+trap : INT  # Ctrl-C reaches torchrun by itself
+status=0
+wait "$agent" || status=$?
+while kill -0 "$agent" 2>/dev/null; do  # a signal has ended the wait
+  status=0
+  wait "$agent" || status=$?
+done
+
+# Ranks that a signal to another node has stopped end without an error.
+if ((status == 0)) && [[ ! -e $out/summary.json ]]; then
+  echo "torchrun.sh: the run in $out is not complete; start the script again to continue it" >&2
+  status=1
+fi
+exit "$status"

@@ -200,7 +200,8 @@ def steady(run: RunRecord) -> list[tuple[Record, int]]:
 
 def _no_run(path: Path) -> str:
     if not path.is_dir():
-        return f"{path} does not exist; give the directory of a run of thinwire train"
+        what = "is a file" if path.exists() else "does not exist"
+        return f"{path} {what}; give the directory of a run of thinwire train"
     below = sorted(child.parent.name for child in path.glob("*/recipe.toml"))
     remedy = f"name one of the runs in it: {', '.join(below)}" if below else "give the directory of a run"
     return f"{path} holds no run of thinwire train, as recipe.toml or plan.toml is missing; {remedy}"

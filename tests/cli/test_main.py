@@ -122,6 +122,28 @@ def test_ranks_of_torchrun_need_one_directory(recipe: Path, monkeypatch: pytest.
     assert "--out is missing" in sentence(invoke("train", recipe))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "add --resume"), (("--resume", "--set", "train.seed=7"), "train.seed was 0 and is to be 7")],
+)
+def test_what_torchrun_starts_again_is_refused_again(
+    recipe: Path, tmp_path: Path, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory(write_run(tmp_path / "run"))
+    directory.note_start(0, {"agent": "/tmp/torchelastic_1/none_2"})  # of another job
+    before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    attempt = {
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "none_1/attempt_1/0/error.json"),
+    }
+    for name, value in (ranks | attempt).items():
+        monkeypatch.setenv(name, value)
+    result = invoke("train", recipe, "--out", directory.path, *arguments)
+    assert message in sentence(result)
+    assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
+
+
 def test_directories_of_runs_are_numbered(tmp_path: Path) -> None:
     assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a"
     assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a"

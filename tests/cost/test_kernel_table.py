@@ -97,6 +97,15 @@ def test_predictions_say_what_they_rest_on(tmp_path: Path) -> None:
     assert candidate(nothing, plan).simulated.computing > 2 * 7 * 1e-3
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.profile.kernels.measure_kernels", None)
+    refused = CliRunner().invoke(app, ["kernels", str(tmp_path / "absent" / "kernels.json")])
+    assert refused.exit_code == 1
+    assert "cannot be written: No such file or directory" in " ".join(refused.output.split())
+
+
 @pytest.mark.slow
 def test_the_command_measures_what_the_planner_reads(tmp_path: Path) -> None:
     model, out, cluster = tmp_path / "tiny.toml", tmp_path / "kernels.json", tmp_path / "cluster.toml"

@@ -219,6 +219,42 @@ def test_slurm_on_two_nodes(place: Place) -> None:
     assert place.summary["steps"] == 4
 
 
+TORCHRUN = """#!/usr/bin/env bash
+# Trains for so many tenths of a second, and is told to save.
+trap 'echo saved within "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" s; exit 7' TERM
+echo started
+for ((tenths = 0; tenths < TENTHS; tenths++)); do sleep 0.1; done
+if [[ -n ${COMPLETE:-} ]]; then mkdir -p "$OUT"; touch "$OUT/summary.json"; fi
+exit "${STATUS:-0}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "signalled", "status", "says"),
+    [
+        ({"COMPLETE": "1"}, False, 0, "started\n"),
+        ({"STATUS": "3"}, False, 3, "started\n"),
+        ({}, False, 1, "is not complete; start the script again"),  # a signal to another node has stopped it
+        ({"TENTHS": "600"}, True, 7, "saved within 110 s"),
+    ],
+)
+def test_torchrun_ends_well_only_when_the_run_is_complete(
+    place: Place, variables: dict[str, str], signalled: bool, status: int, says: str
+) -> None:
+    (place.path / "tools").mkdir()
+    torchrun = place.path / "tools/torchrun"
+    torchrun.write_text(TORCHRUN)
+    torchrun.chmod(0o755)
+    process = place.start(LAUNCH / "torchrun.sh", Path("recipe.toml"), **{"TENTHS": "1", **variables})
+    if signalled:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert says in output
+
+
 def test_launchers_say_how_they_are_used(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     assert bash is not None

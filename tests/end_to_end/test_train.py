@@ -99,6 +99,29 @@ def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchrun_restarts_what_it_has_begun_and_nothing_else(runs: Runs, whole: list[float]) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (*torchrun, "--max-restarts", "1", "-m", "thinwire.cli.main")
+    process = runs.start("again", command=command)
+    runs.wait_for_step("again", 25, process)
+    assert wait_until((runs.directory / "again/checkpoints/step-00000020").exists)  # written in the background
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    output, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, output + errors
+    assert "resumed from" in output
+    assert runs.losses("again") == whole
+    directory = runs.directory / "again"
+    before = {path: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    for arguments, why in (((), "add --resume"), (("--resume", "--set", "train.seed=7"), "train.seed was 0")):
+        _, errors = runs.run("again", *arguments, command=command, status=1)
+        said = [line for line in errors.splitlines() if line.startswith("thinwire: ")]
+        assert [why in line for line in said] == [True, True], errors
+        assert {path: path.read_bytes() for path in directory.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(runs: Runs, whole: list[float]) -> None:
     short = ("--nproc", "1", "--set", "train.steps=25")
     runs.run("damaged", *short)

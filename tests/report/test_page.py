@@ -222,8 +222,10 @@ def test_a_failed_run_says_why_even_before_its_first_step(tmp_path: Path) -> Non
 
 def test_a_path_without_a_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one")
+    (tmp_path / "recipe.toml").touch()
     for path, sentence in (
         (tmp_path / "absent", "does not exist; give the directory of a run"),
+        (tmp_path / "recipe.toml", "recipe.toml is a file; give the directory of a run"),
         (tmp_path / "runs", "name one of the runs in it: one"),
     ):
         result = report(path)

@@ -83,6 +83,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Outer.load(tmp_path / "binary.toml")
 
 
+def test_a_mark_at_the_beginning_of_a_file_is_no_content(tmp_path: Path) -> None:
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbfsteps = 5\n")
+    assert read_toml_file(tmp_path / "marked.toml") == {"steps": 5}
+
+
 def test_settings_take_toml_values_and_bare_words() -> None:
     data = {"train": {"steps": 5}, "name": "x"}
     changed = apply_settings(

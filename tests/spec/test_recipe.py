@@ -98,6 +98,7 @@ def test_every_problem_at_once_with_suggestions(path: Path) -> None:
         ("train.trackers=2026-01-01", "should be a list"),
         ("optimizer.betas=[0.9, 1.0]", "should be less than 1"),
         ("optimizer.weight_decay=inf", "finite number"),
+        ("cluster.timeout=0", "should be greater than or equal to 1"),
     ],
 )
 def test_values_that_no_run_can_have_are_refused(path: Path, setting: str, why: str) -> None:

@@ -29,6 +29,7 @@ from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints
 from thinwire.train.checkpoint import Position
 from thinwire.train.directory import RunDirectory, write_json
+from thinwire.train.environment import agent
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
 from thinwire.train.observing.progress import ProgressReport
@@ -268,6 +269,25 @@ def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file").check(resume=False)
     with pytest.raises(UsageError, match="cannot be made"):
         RunDirectory(tmp_path / "file" / "run").open(*DESCRIPTION)
+
+
+def test_a_torchrun_continues_the_run_that_it_has_begun(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    mine, other = (
+        agent({"TORCHELASTIC_ERROR_FILE": f"/tmp/{job}/attempt_1/0/error.json", "TORCHELASTIC_RESTART_COUNT": "1"})
+        for job in ("none_a", "none_b")
+    )
+    assert agent({"TORCHELASTIC_ERROR_FILE": "/tmp/words/0"}) is None  # of thinwire's own launcher
+    assert not directory.started_by(mine)
+    directory.note_start(0, {"agent": other})
+    assert not directory.started_by(mine)
+    directory.note_start(0, {"agent": mine})
+    assert directory.started_by(mine)
+    assert not directory.started_by(other)
+    directory.note_start(0, {"agent": None})
+    assert not directory.started_by(None)
+    directory.starts.write_text('{"step": 0, "ag')
+    assert not directory.started_by(mine)
 
 
 def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:

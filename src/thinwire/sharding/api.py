@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
@@ -217,15 +218,15 @@ def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Ite
     """Iterate over batches when ranks may have different numbers of them, like DDP's ``join``.
 
     A rank that runs out of batches repeats its last batch, so that it takes part in every exchange. Its gradients then
-    count as zero, and means are still over all ranks. Iteration ends on all ranks together. Ranks exchange 8 bytes per
-    batch.
+    count as zero, and means are still over all ranks. Iteration ends on all ranks together. Ranks exchange 16 bytes
+    per batch.
 
     Args:
         model: A sharded model, or several that are trained on the same batches by the same ranks.
         batches: Batches of this rank, at least one.
 
     Raises:
-        UsageError: A rank has no batch at all.
+        UsageError: On every rank, if one of them has no batch at all and another one has.
     """
     runtimes = _runtimes_of(model)
     ranks, iterator = runtimes[0].everyone, iter(batches)
@@ -234,10 +235,14 @@ def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Ite
     try:
         while True:
             current = next(iterator, missing)
-            if ranks.all_reduce_mean([float(current is not missing)])[0] == 0.0:
+            had_none = current is missing and last is missing
+            going, idle = ranks.all_reduce_mean([float(current is not missing), float(had_none)])
+            if not going:
                 return
-            if current is missing and last is missing:
-                raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
+            if idle:
+                which = zip(ranks.ranks, ranks.all_gather_typed(had_none, Typed[bool](bool)), strict=True)
+                names = " and ".join(f"rank {rank}" for rank, without in which if without)
+                raise UsageError(f"no batch for thinwire.join on {names}: give every rank at least one")
             for runtime in runtimes:
                 runtime.count_gradients(wanted=current is not missing)
             last = last if current is missing else current

@@ -46,7 +46,7 @@ def read_text(path: str | Path) -> str:
         SpecError: The file cannot be read, or is not UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(str(path), f"cannot be read: {reason}") from error

@@ -273,7 +273,9 @@ class ClusterRecipe(Spec):
         default=Factor(), description="ranks to start on a machine without a GPU if nodes and nproc are unset"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device that holds the model")
-    timeout: Seconds = Field(default=600.0, description='longest wait in a collective, for example "10min"')
+    timeout: Seconds = Field(
+        default=600.0, ge=1, description='longest wait in a collective, at least a second, for example "10min"'
+    )
     max_restarts: Depth = Field(default=3, description="most restarts from the last checkpoint after a lost rank")
     elastic: Flag = Field(
         default=False,

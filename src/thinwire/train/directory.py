@@ -155,7 +155,7 @@ class RunDirectory:
         Raises:
             UsageError: The recipe changes the model's computation or the order of the samples.
         """
-        config = recipe.model.path if recipe.model.config is None else recipe.model.config
+        config = recipe.model.source
         kept = self.config if self.config.is_file() else config  # a run that never began has kept none
         before, now = _compared(Recipe.load(self.recipe), kept), _compared(recipe, config)
         changed = [
@@ -234,6 +234,15 @@ class RunDirectory:
     @property
     def _description(self) -> tuple[Path, ...]:
         return self.recipe, self.plan, self.versions, self.command, self.profile, self.race, self.expected
+
+    def started_by(self, agent: str | None) -> bool:
+        """Whether the last start of the run was an attempt of this torchrun (:func:`thinwire.train.environment.agent`),
+        which then continues what it has begun."""
+        last = self.starts.read_bytes().splitlines()[-1:] if self.starts.is_file() else []
+        try:
+            return agent is not None and any(json.loads(line)["agent"] == agent for line in last)
+        except (ValueError, KeyError, TypeError):  # cut short by a full disk, or of an earlier version
+            return False
 
     def _num_starts(self) -> int:
         return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0

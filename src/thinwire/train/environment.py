@@ -13,6 +13,7 @@ import random
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from thinwire.errors import SpecError, UsageError
@@ -87,6 +88,14 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
             f"start thinwire through {command}, or unset {leader}"
         ) from error
     return ranks
+
+
+def agent(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The torchrun that has started this rank, by the directory that it makes for its attempts: the same in all of
+    them, another one in each job and on each host. ``None`` for ranks of other launchers."""
+    # The id of the job would not do: it is "none", or whatever the user gives every job.
+    attempt = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return str(attempt.parent) if attempt.name == f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT')}" else None
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.data.packing import Dataset
 from thinwire.train.directory import write_json
+from thinwire.train.environment import agent
 from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
@@ -146,11 +147,12 @@ def _open_log(trainer: Trainer, notes: list[str]) -> MetricsLog:
 
 
 def _place(trainer: Trainer) -> dict[str, object]:
-    """The host, device and plan of a start, and the hosts in the order of the mesh if a topology has ordered them."""
+    """The host, device, plan and torchrun of a start, and the hosts in the order of the mesh if a topology has ordered
+    them."""
     device, plan, ordered = trainer.device, trainer.run.plan, trainer.ordered
     name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks}
-    place |= {"plan": plan.describe(), "fingerprint": plan.fingerprint()}
+    place |= {"plan": plan.describe(), "fingerprint": plan.fingerprint(), "agent": agent()}
     return {**place, **({"hosts": ordered.hosts, "order": ordered.sentence} if ordered.sentence else {})}
 
 

@@ -39,6 +39,15 @@ def test_training_is_deterministic_and_files_round_trip(tokenizer: Tokenizer, tm
     assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
 
 
+@pytest.mark.parametrize("name", ["n\0l", "x" * 300, "file"])
+def test_a_cache_that_cannot_be_made_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS))
+    (tmp_path / "file").touch()
+    recipe = DataRecipe(source="text", paths=(str(tmp_path / "text.txt"),), vocab=300, cache=str(tmp_path / name))
+    with pytest.raises(DataError, match=r"^data\.cache: .* cannot be made \(.+\); set data\.cache$"):
+        prepare(recipe)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("letter", ["a", "7", "-", " "])
 def test_merges_are_learned_from_a_document_without_words(letter: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from thinwire.cli.terminal.console import wide_console
-from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.errors import check_writable, explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.report import Sheet, rich_table
 from thinwire.units import format_duration, parse_duration
@@ -58,6 +58,7 @@ def kernels(options: KernelOptions) -> None:
         from thinwire.spec import ModelSpec
         from thinwire.train.environment import rank_device
 
+        check_writable("KERNELS.json", options.out)
         seq = options.seq
         shape = ModelSpec.named(options.model, seq=seq) if options.model else small_model(seq)
         device, seconds = rank_device(options.device, 0), parse_duration(options.budget)

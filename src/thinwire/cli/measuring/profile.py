@@ -93,9 +93,9 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
     """Measure on this rank, together with the others; all of them call this function.
 
     Raises:
-        UsageError: The number of nodes does not divide that of the ranks.
+        UsageError: The number of nodes does not divide that of the ranks, or a file cannot be written.
     """
-    from thinwire.cli.measuring.ranks import mesh_of, small_model, status
+    from thinwire.cli.measuring.ranks import check_outputs, mesh_of, small_model, status
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
     from thinwire.spec import ModelSpec
@@ -110,6 +110,7 @@ def _measured(options: ProfileOptions, out: Path, ranks: Started) -> Profile:
     memory = rank_memory(device)
     parts = pieces(shape, mesh, seq=options.seq, micro_batch=options.micro_batch, dtype=options.dtype, memory=memory)
     join(device)
+    check_outputs(ranks, {"--out": out, "--plot": options.plot})
     settings = Settings(mesh, device, budget, parts, memory, library=options.library, weightless=weightless)
     with status(ranks) as say:
         return measure(settings, group.control(), out, say, resume=options.resume)

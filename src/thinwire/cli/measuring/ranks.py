@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.errors import check_writable
 from thinwire.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from thinwire.spec import Factor, ModelSpec
     from thinwire.train.environment import Started
 
@@ -29,6 +32,23 @@ def launched(command: str) -> Started:
             f"-m thinwire.cli.main {command} ...), with srun, or in the lab (thinwire lab -- thinwire {command} ...)"
         )
     return ranks
+
+
+def check_outputs(ranks: Started, outputs: Mapping[str, Path | None]) -> None:
+    """Refuse, on every rank, files that rank 0 could not write, by their options. The ranks have joined the job.
+
+    Raises:
+        UsageError: A file cannot be written.
+    """
+    from thinwire.agreement import NOTHING
+    from thinwire.collectives import group
+
+    def check() -> None:
+        for option, path in outputs.items():
+            if ranks.rank == 0 and path is not None:
+                check_writable(option, path)
+
+    group.control().agree(check, lambda problems: UsageError(problems[0]), NOTHING)
 
 
 @contextlib.contextmanager

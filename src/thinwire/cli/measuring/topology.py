@@ -104,10 +104,12 @@ def _find(options: TopologyOptions, ranks: Started, mesh: Factor, device: torch.
     """Find the leaves and write them; every rank calls this, and rank 0 writes.
 
     Raises:
-        UsageError: On every rank: there are less than three nodes, or timing cannot tell the leaves.
+        UsageError: On every rank: there are less than three nodes, a file cannot be written, or timing cannot tell the
+            leaves.
     """
     import torch
 
+    from thinwire.cli.measuring.ranks import check_outputs
     from thinwire.collectives import group
     from thinwire.network.finding import FEWEST_NODES, find_leaves
     from thinwire.network.order import host_name
@@ -118,6 +120,7 @@ def _find(options: TopologyOptions, ranks: Started, mesh: Factor, device: torch.
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     group.init(device=device)
+    check_outputs(ranks, {"HOSTS": options.out, "--plot": options.plot})
     console = wide_console(as_json=options.as_json)
     console.quiet = ranks.rank > 0
     with console.status("timing pairs of nodes") as status:

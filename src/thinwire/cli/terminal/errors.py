@@ -63,6 +63,19 @@ def writing(option: str, path: Path) -> Iterator[None]:
         ) from error
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written before the work whose result it is to hold.
+
+    Raises:
+        UsageError: The operating system refuses.
+    """
+    is_new = not path.exists()
+    with writing(option, path):
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+
+
 def _show(message: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": message}))

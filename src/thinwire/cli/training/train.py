@@ -193,7 +193,7 @@ def _expected(recipe: Recipe) -> Expectation | None:
 
 
 def _restarted() -> bool:
-    """Whether torchrun has started the ranks again after one was lost."""
+    """Whether torchrun has started the ranks again after one was lost, or refused to train."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -276,22 +276,23 @@ def _launch(run: ResolvedRun, kept: dict[str, Any], console: Console) -> None:
 def _join(run: ResolvedRun, kept: dict[str, Any], console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
     from thinwire.program import idle_codecs
+    from thinwire.train.environment import agent
     from thinwire.train.launching.versions import versions
     from thinwire.train.processes.worker import recorded_failure, train
 
-    restarted = _restarted()
     directory, plan = run.directory, run.plan
     with recorded_failure(directory.logs), contextlib.ExitStack() as stack:
         if ranks.rank == 0:
             stack.enter_context(directory.held())
             stack.enter_context(directory.unless_refused())
-            if not restarted:
-                directory.check(resume=run.resume)
-                if run.resume:
-                    directory.check_same(run.recipe)
+            # torchrun starts refused ranks again, too: what they were refused is still refused.
+            run = dataclasses.replace(run, resume=run.resume or directory.started_by(agent()))
+            directory.check(resume=run.resume)
+            if run.resume:
+                directory.check_same(run.recipe)
             directory.open(run.recipe, plan, versions(), command=command_line(), **kept)
             say(console, plan.describe(), *idle_codecs(plan))
-        train(dataclasses.replace(run, resume=run.resume or restarted), launched=False)
+        train(run, launched=False)
 
 
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:

@@ -48,6 +48,11 @@ class ModelRecipe(Dimensions):
     )
 
     @property
+    def source(self) -> str | dict[str, Any] | None:
+        """Where a Hugging Face model's configuration is, or the configuration itself."""
+        return self.path if self.config is None else self.config
+
+    @property
     def starts_from_files(self) -> bool:
         """Whether training starts from weights in files rather than random values."""
         return self.path is not None and self.weights != "random"
@@ -94,9 +99,8 @@ class ModelRecipe(Dimensions):
                 architecture (an unknown family of mixtures of experts).
         """
         if self.kind == "huggingface":
-            source = self.path if self.config is None else self.config
-            assert source is not None, "a rule of this type"
-            return ModelSpec.parse({**huggingface_shape(source), "seq": seq}, "model")
+            assert self.source is not None, "a rule of this type"
+            return ModelSpec.parse({**huggingface_shape(self.source), "seq": seq}, "model")
         own = {name: getattr(self, name) for name in Dimensions.model_fields}
         own |= {"vocab": self.vocab or vocab, "seq": self.max_seq or seq}
         given = {key: value for key, value in own.items() if value is not None}

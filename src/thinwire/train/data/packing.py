@@ -107,14 +107,15 @@ def is_validation(document: str, share: float) -> bool:
 
 def _cached(keys: tuple[str, str], recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> Path:
     directory, key = cache_directory(recipe), keys[0]
-    for entry in (directory / name for name in keys):
-        if entry.is_dir():
-            return entry
-    entry = directory / key
     try:
+        for entry in (directory / name for name in keys):
+            if entry.is_dir():
+                return entry
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"data.cache: {directory} cannot be made ({error.strerror}); set data.cache") from error
+    except (OSError, ValueError) as error:  # a ValueError for a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"data.cache: {directory} cannot be made ({reason}); set data.cache") from error
+    entry = directory / key
     with _locked(directory / f"{key}.lock"):
         if entry.is_dir():
             return entry

@@ -34,8 +34,7 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
     home = None
     if config is not None:
         write_json(directory.config, config)
-        source = model.path if model.config is None else model.config
-        home = Path(source).expanduser() if isinstance(source, str) else None
+        home = Path(model.source).expanduser() if isinstance(model.source, str) else None
         home = home.parent if home is not None and home.is_file() else home
         if home is not None:
             _copy(home, directory.model, (GENERATION,))

@@ -13,14 +13,18 @@ from typing import Any, Final
 
 from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
-from thinwire.errors import MismatchError
+from thinwire.errors import MismatchError, UsageError
+from thinwire.spec.models.huggingface import computed_with
 from thinwire.spec.recipe import Recipe
 from thinwire.train.launching.versions import versions
 
 _HOST_AND_VALUES: Final[Typed[tuple[str, dict[str, str]]]] = Typed(tuple[str, dict[str, str]])
 
-_SECTIONS: Final = ("train", "optimizer", "loss_scale", "checkpoint")
-"""Sections of a recipe that must be equal. Paths of models and data may differ from host to host."""
+_SECTIONS: Final = ("model", "train", "optimizer", "average", "loss_scale", "checkpoint", "publish")
+"""Sections of a recipe that must be equal."""
+
+_PLACES: Final = ("model.path", "model.config")
+"""Keys that may differ from host to host: the same model may lie elsewhere. What it computes is compared."""
 
 _PACKAGES: Final = ("thinwire", "torch")
 """Packages whose versions must be equal, because they define the messages between ranks."""
@@ -32,16 +36,20 @@ def agree(ranks: Control, recipe: Recipe, fingerprint: str) -> tuple[str, ...]:
 
     Raises:
         MismatchError: On every rank; names two ranks and their values.
+        UsageError: On every rank, if one of them cannot read the configuration of its Hugging Face model.
     """
-    mine = dict(_essentials(recipe, fingerprint))
-    everyone = ranks.all_gather_typed((platform.node(), mine), _HOST_AND_VALUES)
-    hosts = tuple(host for host, _ in everyone)
+    everyone = ranks.agree(
+        lambda: (platform.node(), dict(_essentials(recipe, fingerprint))),
+        lambda problems: UsageError("; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())),
+        _HOST_AND_VALUES,
+    )
+    hosts, first = tuple(host for host, _ in everyone), everyone[0][1]
     for rank, (host, theirs) in enumerate(everyone):
-        for key, expected in everyone[0][1].items():
-            if theirs.get(key) != expected:
+        for key in first | theirs:
+            if theirs.get(key) != first.get(key):
                 raise MismatchError(
                     f"rank {rank} on {host} and rank 0 on {hosts[0]} have different {key}: {theirs.get(key)} against "
-                    f"{expected}. {_remedy(key)}"
+                    f"{first.get(key)}. {_remedy(key)}"
                 )
     return hosts
 
@@ -54,7 +62,13 @@ def _essentials(recipe: Recipe, fingerprint: str) -> Iterator[tuple[str, str]]:
     for section in _SECTIONS:
         values: Mapping[str, Any] = table[section]
         for key, value in values.items():
-            yield f"{section}.{key}", repr(value)
+            if f"{section}.{key}" not in _PLACES:
+                yield f"{section}.{key}", repr(value)
+    if (config := recipe.model.source) is not None:
+        # Weights are not compared, as they take long to read: whether they are in files is.
+        yield "initial weights", "from files" if recipe.model.starts_from_files else "at random"
+        for key, value in computed_with(config).items():
+            yield f"model.config.{key}", repr(value)
     yield "tokens", fingerprint
 
 
