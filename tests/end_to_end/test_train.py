@@ -101,8 +101,7 @@ def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_torchrun_restarts_what_it_has_begun_and_nothing_else(runs: Runs, whole: list[float]) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = (*torchrun, "--max-restarts", "1", "-m", "thinwire.cli.main")
+    command = (*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "thinwire.cli.main")
     process = runs.start("again", command=command)
     runs.wait_for_step("again", 25, process)
     assert wait_until((runs.directory / "again/checkpoints/step-00000020").exists)  # written in the background
