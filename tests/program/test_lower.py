@@ -194,6 +194,5 @@ def test_states_come_up_once_those_of_earlier_batches_have_left(where: str) -> N
     left = down if where == "host-stream" else up
     assert len(up) > SLOTS
     for batch, copy in enumerate(up):
-        assert [index for index in copy.after if index in {last.index for last in left}] == [
-            last.index for last in left[: batch - SLOTS + 1][-1:]
-        ]
+        before = {earlier.index for earlier in left} & set(copy.after)
+        assert before == ({left[batch - SLOTS].index} if batch >= SLOTS else set())

@@ -29,7 +29,7 @@ def lowered(plan: Plan) -> StepProgram:
     numel = 3 << 17
     buffer = BufferInfo(numel, ITEMSIZE[plan.compute_dtype], True, Even(numel // shard // owners, owners))
     units = [UnitInfo(name, (buffer,), parameters=2, block=block) for block, name in enumerate(("a", "b", "c"))]
-    return lower(plan, units, micro_batches=2)
+    return lower(plan, units, micro_batches=2, fragments=() if plan.islands is None else (0,))
 
 
 def sent(program: StepProgram) -> dict[Lane, int]:

@@ -112,6 +112,7 @@ class Islands(Feedback):
 
     def every_at(self, share: float) -> int:
         """Inner steps from one exchange to the next, once a share of training, 0 to 1, is done."""
+        share += 1e-9  # a quotient of steps: islands round it in different ways, and have to agree
         return next((every for after, every in reversed(self.schedule) if share >= after), self.every)
 
     @property
