@@ -218,8 +218,7 @@ def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Ite
     """Iterate over batches when ranks may have different numbers of them, like DDP's ``join``.
 
     A rank that runs out of batches repeats its last batch, so that it takes part in every exchange. Its gradients then
-    count as zero, and means are still over all ranks. Iteration ends on all ranks together. Ranks exchange 16 bytes
-    per batch.
+    count as zero, and means are still over all ranks. Iteration ends on all ranks together. A batch costs 16 bytes.
 
     Args:
         model: A sharded model, or several that are trained on the same batches by the same ranks.

@@ -231,7 +231,8 @@ def frozen_masters(runtime: Runtime) -> list[str]:
 
 def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors, values: dict[str, Json]) -> None:
     """Add a part to a checkpoint, whose parameters are up to date, and whose gradients are combined."""
-    sharded, reducer, exchanges, means = runtime.sharded, runtime.reducer, runtime.exchanges, runtime.means
+    sharded, reducer, schedule = runtime.sharded, runtime.reducer, runtime.schedule
+    exchanges, means = runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
     first_replica = sharded.is_first_replica
     fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
@@ -269,7 +270,7 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     if means is not None:
         values[own_key("average", island)] = list(means.counts)
     _save_lost(own_key("feedback", island), part, reducer.feedback.lost, vectors, values)
-    if order := runtime.schedule.adopted_order():
+    if order := schedule.adopted_order():
         values[of_part(own_key("order", island), part)] = order
     if exchanges is not None:
         _save_lost("outer/lost", part, lost_of(exchanges), vectors, values, everywhere=True)
