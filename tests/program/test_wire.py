@@ -85,6 +85,13 @@ def test_changes_of_islands_are_not_made_longer() -> None:
     assert 4 / 32 < short[Lane.OUTER] / plain[Lane.OUTER] < 5 / 32
 
 
+def test_ranks_keep_a_message_of_every_shard_they_hold() -> None:
+    codec = CodecSpec("int4:256")
+    stored = BufferInfo(4096, 2, False, (1024,), stored=codec)
+    message = codec.slot_bytes(1024, "float32")
+    assert [stored.kept(pieces, of=4) for pieces in (1, 2, 4)] == [4 * message, 2 * message, message]
+
+
 def test_what_makes_up_for_losses_goes_with_the_codec() -> None:
     wire = {"scatter": "zfp:16", "spread": "zfp:24", "spread_difference": True, "error_feedback": True}
     plan = Plan.preset("zero1", nodes=2, local=2, wire=wire)
