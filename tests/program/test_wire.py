@@ -104,6 +104,14 @@ def test_what_makes_up_for_losses_goes_with_the_codec() -> None:
     assert spreads_difference(plan.with_(compute_dtype="float32"))
 
 
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_a_codec_of_an_axis_that_is_not_there_is_idle(axis: str) -> None:
+    wire = {axis: "int8:256"}
+    (said,) = lines("zero1", wire=wire)
+    assert said.startswith(f"wire.{axis} = 'int8:256' is not used: there is no ")
+    assert lines("zero1", wire=wire, **{axis: 2}) == ()
+
+
 @pytest.mark.parametrize(
     ("name", "wire", "idle"),
     [
