@@ -10,11 +10,11 @@ from rich.table import Table
 
 from thinwire.units import format_bytes, format_duration
 
-_WHOLE = 12
-"""Characters up to which a narrow terminal breaks no word and no number with its unit."""
-
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
+
+_WHOLE = 12
+"""Characters up to which a narrow terminal breaks no word and no number with its unit."""
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,12 @@ class FlatBuffer:
         for parameter in self._plain:
             parameter.__class__ = UnreadyParameter
 
-    def moved(self) -> list[nn.Parameter]:
-        """The parameters, shown whole, that are elsewhere than in the buffer: their ``data`` was assigned."""
+    def moved(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters, shown whole, that are elsewhere than in the buffer because their ``data`` was assigned; each
+        with its place in the buffer."""
         # Not a function for each of them: nearly all are plain, and every step asks.
         return [
-            p
+            (p, view)
             for p, view in zip(self.parameters, self._views, strict=True)
             if (p if type(p) is nn.Parameter else local_tensor(p)).data_ptr() != view.data_ptr()
         ]
@@ -194,9 +195,8 @@ class FlatBuffer:
     def replaced(self) -> bool:
         """Whether parameters, shown whole, were assigned other values. Equal ones are no write: ``flatten_parameters``
         of a recurrent layer puts its weights side by side."""
-        moved = set(map(id, self.moved()))
-        pairs = [(p.detach(), view) for p, view in zip(self.parameters, self._views, strict=True) if id(p) in moved]
-        return not all(p.dtype == view.dtype and torch.equal(local_tensor(p), view) for p, view in pairs)
+        pairs = [(local_tensor(p.detach()), view) for p, view in self.moved()]
+        return not all(value.dtype == view.dtype and torch.equal(value, view) for value, view in pairs)
 
     def mark(self, *, ready: bool) -> None:
         """Say whether the module's parameters can be computed with as they are."""

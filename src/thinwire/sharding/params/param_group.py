@@ -134,7 +134,7 @@ class Unit:
             ticket.wait()
         self._gather.clear()
         for buffer in self.buffers:
-            self.moved |= self.state is State.GATHERED and bool(buffer.moved()) and buffer.replaced()
+            self.moved |= self.state is State.GATHERED and buffer.replaced()
             buffer.show(whole=False)
             buffer.release()
         self.state, self.ready = State.SHARDED, False

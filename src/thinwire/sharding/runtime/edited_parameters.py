@@ -31,7 +31,7 @@ class Written:
             UsageError: There are changes, and ``keep`` is false.
         """
         changes = {}
-        moved = {id(p) for unit in self._sharded.units for buffer in unit.buffers for p in buffer.moved()}
+        moved = {id(p) for unit in self._sharded.units for buffer in unit.buffers for p, _ in buffer.moved()}
         for unit in self._sharded.units:
             for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
                 changed = self._changes(self._shares[name], unit, moved)
