@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 
 _COLUMNS = ["", "P", "codecs", "batch", "step s", "waiting s", "memory"]
 _ROWS = [
@@ -19,7 +19,7 @@ _ROWS = [
 @pytest.mark.parametrize("width", [40, 60, 80, 100])
 def test_a_narrow_terminal_breaks_words_and_no_number(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(rich_table(Sheet("Plans", _COLUMNS, 4, _ROWS)), crop=False)
+    print_sheet(console, Sheet("Plans", _COLUMNS, 4, _ROWS))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in printed
     for row in _ROWS:

@@ -16,7 +16,7 @@ from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import require
-from thinwire.report import rich_table
+from thinwire.report import print_sheet
 
 if TYPE_CHECKING:
     from thinwire.plan import RunComparison
@@ -73,7 +73,7 @@ def report(options: ReportOptions) -> None:
         written = _write(options.out or (runs[0].path / "report" if len(runs) == 1 else Path("report")), subjects)
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
-        console.print(rich_table(final_sheet(numbers)), crop=False)
+        print_sheet(console, final_sheet(numbers))
         say(console, *_missing(subjects, options.profile), *_culprits(subjects))
         say(console, f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory")
         if options.as_json:

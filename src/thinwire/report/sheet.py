@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 
 from thinwire.units import format_bytes, format_duration
@@ -63,3 +64,8 @@ def rich_table(sheet: Sheet) -> Table:
         style = "dim" if index in sheet.faint else None
         table.add_row(*row, style="red" if row[-1] in {"missed", "red"} else style)
     return table
+
+
+def print_sheet(console: Console, sheet: Sheet) -> None:
+    """Print a table. A terminal that is too narrow for its numbers breaks the lines, and nothing is lost."""
+    console.print(rich_table(sheet), crop=False)

@@ -72,11 +72,12 @@ def write_results(path: Path, content: Mapping[str, Any], *, earlier: Mapping[st
 
 def show(sheets: Iterable[Sheet]) -> None:
     """Print tables, an empty line after each."""
-    from thinwire.report import rich_table
+    from thinwire.report import print_sheet
 
     console = wide_console()
     for sheet in sheets:
-        console.print(rich_table(sheet), "")
+        print_sheet(console, sheet)
+        console.print("")
 
 
 def insert_into(page: Path | None, text: str, command: str) -> None:

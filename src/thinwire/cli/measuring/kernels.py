@@ -13,7 +13,7 @@ import typer
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import check_writable, explained
 from thinwire.cli.terminal.options import expand_options
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_duration, parse_duration
 
 if TYPE_CHECKING:
@@ -110,5 +110,5 @@ def _show(table: KernelTable, out: Path) -> None:
         )
     console = wide_console()
     title = f"Kernels of {table.device} in {table.dtype}"
-    console.print(rich_table(Sheet(title, ["kernel", "shape", "median", "quartiles", "GFLOP/s"], 2, cells)), crop=False)
+    print_sheet(console, Sheet(title, ["kernel", "shape", "median", "quartiles", "GFLOP/s"], 2, cells))
     console.print(f"wrote {out}; thinwire plan --set cluster.kernels={out} plans with it")

@@ -14,7 +14,7 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_bytes, format_duration, parse_duration
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 
     console = wide_console(as_json=as_json)
     for sheet in _sheets(measured):
-        console.print(rich_table(sheet), "", crop=False)
+        print_sheet(console, sheet)
+        console.print("")
     console.print(f"wrote {out}: {len(measured.collectives)} rows of collectives")
     if plot is not None:
         draw_bandwidth(measured, plot)

@@ -15,7 +15,7 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +160,7 @@ def _show(named: _NamedLeaves, options: TopologyOptions) -> None:
     console = wide_console(as_json=options.as_json)
     out, leaves = options.out, named.leaves()
     rows = [[leaf, str(len(names)), " ".join(names)] for leaf, names in leaves.items()]
-    console.print(rich_table(Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows)), crop=False)
+    print_sheet(console, Sheet("Leaf switches", ["leaf", "hosts", "names"], 3, rows))
     console.print(named.sentence())
     contrast = named.found.contrast
     if contrast is not None:

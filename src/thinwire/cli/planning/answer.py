@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from thinwire.cli.terminal.errors import writing
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Answer:
 def give(answer: Answer, console: Console, *, as_json: bool) -> None:
     """Print an answer, on stdout as JSON too if ``as_json``, and write its files."""
     for part in answer.shown:
-        console.print(rich_table(part) if isinstance(part, Sheet) else part, crop=False)
+        if isinstance(part, Sheet):
+            print_sheet(console, part)
+        else:
+            console.print(part)
     for file in answer.files:
         with writing(file.option, file.path):
             file.write(file.path)

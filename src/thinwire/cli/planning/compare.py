@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thinwire.cli.terminal.console import say, wide_console
 from thinwire.errors import UsageError
-from thinwire.report import rich_table
+from thinwire.report import print_sheet
 from thinwire.report.sheet import prediction_sheet
 
 
@@ -25,7 +25,7 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
     comparison = planner.compare(run, measured)
     console = wide_console(as_json=as_json)
     title = f"Predicted and measured, median of {comparison.steps} steps"
-    console.print(rich_table(prediction_sheet(comparison, title)), crop=False)
+    print_sheet(console, prediction_sheet(comparison, title))
     if refit is not None:
         fitted = planner.refit(run, measured)
         fitted.profile.write(refit)

@@ -13,7 +13,7 @@ from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import say_moved
 from thinwire.cli.terminal.options import Seq, expand_options
-from thinwire.report import Sheet, rich_table
+from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_bytes
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
     estimates.sort(key=lambda estimate: estimate.memory.total)
     console = wide_console(as_json=options.as_json)
     console.print(_introduction(options, model, cluster))
-    console.print(rich_table(_sheet(estimates, cluster)), crop=False)
+    print_sheet(console, _sheet(estimates, cluster))
     if options.as_json:
         print(json.dumps(_to_json(estimates, model, cluster)))
 

@@ -16,7 +16,7 @@ from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import Seq, expand_options
 from thinwire.errors import SpecError, UsageError
-from thinwire.report import Sheet, draw_sweep, rich_table
+from thinwire.report import Sheet, draw_sweep, print_sheet
 from thinwire.units import format_bytes, is_number
 
 if TYPE_CHECKING:
@@ -322,7 +322,9 @@ def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None
         ]
         for answer, spread in zip(answers, uneven, strict=True)
     ]  # fmt: skip
-    wide_console().print("", rich_table(Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows)), crop=False)
+    console = wide_console()
+    console.print("")
+    print_sheet(console, Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows))
 
 
 def _show(answers: Sequence[Answer]) -> None:
@@ -340,4 +342,4 @@ def _show(answers: Sequence[Answer]) -> None:
                 format_bytes(answer.memory.total), "extrapolated" if answer.extrapolated else "",
             ]
         )  # fmt: skip
-    wide_console().print(rich_table(Sheet("Simulated steps", columns, 5, rows)), crop=False)
+    print_sheet(wide_console(), Sheet("Simulated steps", columns, 5, rows))
