@@ -18,6 +18,7 @@ from tests.support.training.program import Model, follow, train_step
 import thinwire as tw
 from thinwire.program import BufferInfo, Even, Lane, UnitInfo, chunk_spans, lower, shares, within
 from thinwire.sharding.api import runtime
+from thinwire.sharding.grads.buckets import BucketChunk
 from thinwire.testing import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -37,6 +38,15 @@ def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches:
             case = Case(preset(name, bucket_chunks=3), micro_batches)
             difference = gap(sharded(case), alone(4, micro_batches))
             assert difference.closed, f"{name}: {difference}"
+
+
+def test_a_chunk_is_delivered_to_its_place() -> None:
+    gradient = mock.Mock()
+    for begin, end in [(0, 4), (4, 8), (8, 12)]:
+        chunk = BucketChunk({gradient: ((begin, end),)}, (end - begin,), begin, torch.device("cpu"), True)
+        share = torch.zeros(12)
+        chunk.deliver(0, torch.ones(end - begin), {gradient: share}, [True])
+        assert share.nonzero().flatten().tolist() == list(range(begin, end))
 
 
 def trained_with_codecs(chunks: int) -> list[float]:

@@ -90,9 +90,8 @@ class HostUpdates:
             steps: The steps of their update.
         """
         self.settle()
-        for ticket in self._coming_up:
-            ticket.settle()
-        self._coming_up.clear()
+        while self._coming_up:
+            self._coming_up.pop(0).settle()
         self._make_room(batches)
         self._batches += [_Batch(self, units, self._of(units), steps) for units in batches]
         for batch in list(self._batches):
