@@ -109,6 +109,9 @@ class Spec(BaseModel):
     toml_inline: ClassVar[bool] = False
     """Whether TOML shows this specification on one line inside its parent."""
 
+    one_value: ClassVar[bool] = False
+    """Whether its keys belong together, so that a change of its parent replaces all of them."""
+
     file_keys: ClassVar[Mapping[str, str]] = {}
     """How files spell the fields that stand in another table there; see :mod:`thinwire.spec.renames`."""
 
@@ -260,7 +263,7 @@ class Spec(BaseModel):
         merged = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in changes.items():
             current = merged.get(name)
-            partial = isinstance(current, Spec) and not current.toml_inline and isinstance(value, Mapping)
+            partial = isinstance(current, Spec) and not current.one_value and isinstance(value, Mapping)
             merged[name] = current._merged(value) if partial else value  # type: ignore[union-attr]
         return merged
 

@@ -15,6 +15,7 @@ class Factor(Spec):
     """A sub-mesh: ``local`` ranks of a node times ``nodes`` nodes; written ``local x nodes``, as in 8x4."""
 
     toml_inline: ClassVar[bool] = True
+    one_value: ClassVar[bool] = True
 
     local: Count = Field(default=1, description="ranks of one node")
     nodes: Count = Field(default=1, description="nodes")

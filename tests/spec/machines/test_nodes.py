@@ -15,6 +15,7 @@ from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, candidate, search
 from thinwire.spec import ClusterSpec, Fabric, ModelSpec, Plan, first_nodes
+from thinwire.spec.machines.nodes import Link
 
 MODEL = ModelSpec.preset("llama-7b").with_(layers=4)
 
@@ -112,7 +113,7 @@ def test_a_collective_goes_at_the_slowest_member_of_its_group() -> None:
     assert fast.route(4).bandwidth == slow.route(4).bandwidth == pytest.approx(20e9)
     # Every second node: members are in different zones, and both nodes of a zone send across.
     assert fast.route(2, 2).bandwidth == pytest.approx(10e9)
-    assert fast.route(2, 2).latency == pytest.approx(1e-3)
+    assert fast.route(2, 2).latency == pytest.approx(1e-3 + 10e-6)
 
 
 def test_equal_groups_are_an_ordinary_cluster() -> None:
@@ -161,3 +162,16 @@ def test_commands_take_the_file(tmp_path: Path) -> None:
     )
     assert refused.exit_code == 1
     assert "change the groups in the file" in refused.output.replace("\n", " ")
+
+
+def test_a_link_keeps_the_published_latency_beside_another_bandwidth() -> None:
+    published = ClusterSpec.preset("a800-80g", nodes=2)
+    slow = {"nic": {"bandwidth": "25gbit"}}
+    group = {"accelerator": "a800-80g", "nodes": 2, **slow}
+    one = {"accelerator": "a800-80g", "nodes": 2, "links": slow}
+    changed = published.with_(links=slow)
+    assert changed.links.nic == Link(bandwidth=25e9, latency=published.links.nic.latency)
+    assert ClusterSpec.preset("a800-80g", nodes=2, links=slow) == changed
+    assert ClusterSpec.parse(one).links == changed.links
+    assert ClusterSpec.parse({"groups": [group]}).links.nic == changed.links.nic
+    assert published.with_(links={"nic": {"latency": "5us"}}).links.nic.bandwidth == published.links.nic.bandwidth

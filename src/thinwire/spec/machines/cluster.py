@@ -49,8 +49,8 @@ class Links(Spec):
 class ClusterSpec(Machines):
     """A cluster of equal nodes, or of several groups of nodes.
 
-    ``accelerator`` fills in published figures. With ``[[groups]]``, figures of the cluster are defaults of its groups;
-    ``nodes`` is their sum.
+    ``accelerator`` fills in published figures, also the latency of a link whose bandwidth alone is stated. With
+    ``[[groups]]``, figures of the cluster are defaults of its groups; ``nodes`` is their sum.
     """
 
     former_keys: ClassVar[Mapping[str, str]] = {"nodes_per_leaf": "leaves"}

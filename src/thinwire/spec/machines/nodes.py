@@ -107,6 +107,11 @@ class NodeGroup(Machines):
     nic: Link | None = Field(default=None, description="as `links.nic` of the cluster")
     zone: str = Field(default="", description="name of the zone; `links.zone` joins zones")
 
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fills in what links leave out, as the accelerator's latency beside a bandwidth of one's own."""
+        return links_over(machine_figures(data.get("accelerator")), data)
+
     @property
     def label(self) -> str:
         """What tables call the group."""
@@ -155,6 +160,15 @@ def machine_figures(name: object) -> dict[str, Any]:
         "nic": Link(bandwidth=kind.nic, latency=NIC_LATENCY),
         "host": Link(bandwidth=kind.host, latency=HOST_LATENCY),
     }
+
+
+def links_over(published: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, where links have as published what they do not state."""
+    filled = dict(given)
+    for key, link in published.items():
+        if isinstance(link, Link) and isinstance(given.get(key), Mapping):
+            filled[key] = {**dict(link), **given[key]}
+    return filled
 
 
 def completed(group: NodeGroup, defaults: Mapping[str, Any]) -> NodeGroup:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from thinwire import units
 from thinwire.errors import SpecError
 from thinwire.spec.base import Spec
-from thinwire.spec.machines.nodes import Link, NodeGroup, completed, machine_figures, weakest
+from thinwire.spec.machines.nodes import Link, NodeGroup, completed, links_over, machine_figures, weakest
 
 _QUANTITIES: Final[Mapping[str, Callable[[Any], float]]] = {
     "memory": units.parse_bytes,
@@ -24,11 +24,11 @@ def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
     known = machine_figures(data.get("accelerator"))
     if not groups and not known:
         return data
-    of_links = {key: known.pop(key) for key in (*_LINKS, "host") if key in known}
+    of_links: dict[str, Any] = {key: known.pop(key) for key in (*_LINKS, "host") if key in known}
     filled = {**known, **data}
     links = _table(data.get("links"))
     if links is not None:
-        filled["links"] = {**of_links, **links}
+        filled["links"] = {**of_links, **links_over(of_links, links)}
     return _with_groups(filled, groups) if isinstance(groups, Sequence) and groups else filled
 
 
