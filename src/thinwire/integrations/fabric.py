@@ -297,7 +297,7 @@ class ThinwireFabricStrategy(DDPStrategy):
                 lacking |= set(map(id, optimizers))
         others: dict[str, Any] = decoded(extra["fabric"])
         wanted = list(found.others)
-        missing = [key for key, item in state.items() if id(item) in lacking or key in wanted and key not in others]
+        missing = [key for key, item in state.items() if id(item) in lacking or (key in wanted and key not in others)]
         if strict and missing:
             raise KeyError(
                 f"the checkpoint {path} has no {', '.join(map(repr, missing))}; beside modules and optimizers it has "
