@@ -518,6 +518,19 @@ def test_calls_that_cannot_work_are_refused() -> None:
         accelerator.prepare(build(), torch.optim.SGD(build().parameters()))
 
 
+@on_ranks(2)
+def test_a_registered_average_of_shares_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with job():
+        accelerator = ThinwireAccelerator(cpu=True)
+        model, other = accelerator.prepare(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+        accelerator.register_for_checkpointing(Counter(), torch.optim.swa_utils.AveragedModel(other))
+        accelerator.save_state(str(tmp_path / "kept"))
+        accelerator.register_for_checkpointing(torch.optim.swa_utils.AveragedModel(model))
+        with pytest.raises(UsageError, match=r"register_for_checkpointing.AveragedModel.: .* thinwire.average"):
+            accelerator.save_state(str(tmp_path / "state"))
+        assert not (tmp_path / "state").exists()
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_plan_of_another_precision_is_refused() -> None:
     plan = tw.Plan.preset("zero3", nodes=1, local=1, compute_dtype="float32")

@@ -1,4 +1,4 @@
-"""Trainers of TRL that generate between their steps, beside their own DDP."""
+"""Trainers that generate between their steps, beside their own DDP."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.paths import ROOT
 from tests.support.ranks import on_ranks
 
 import thinwire as tw
+from thinwire.sharding.runtime import generating
 from thinwire.testing import run_ranks
 
 trl = pytest.importorskip("trl")
@@ -33,6 +34,7 @@ def generate_unevenly(path: str) -> None:
     for keep in (None, "whole", "secondary", "nothing"):
         with tw.generating(model, keep=keep):
             assert torch.equal(model.generate(prompt, **options), wanted), keep
+            assert torch.equal(model.generate(prompt, **options, synced_gpus=False), wanted), keep
     assert "generate" not in model.__dict__
 
 
@@ -124,3 +126,49 @@ def test_trainers_that_generate(tmp_path: Path, course: Callable[..., Any]) -> N
     assert len(got) == STEPS
     for one, other in zip(got, want, strict=True):
         assert one == pytest.approx(other, rel=5e-4, abs=1e-6)
+
+
+class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random sources and targets."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(20, 64, (8, 2, 6), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        source, target = self.tokens[index]
+        return {"input_ids": source, "labels": target}
+
+
+def translated(directory: Path, plan: str | None) -> Any:
+    """Tokens that an evaluation generates, of sequences of different lengths, after one step."""
+    from thinwire.integrations.transformers import ThinwireTrainerMixin
+
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+    model.generation_config.eos_token_id = list(range(1, 20))
+    settings = arguments(
+        directory, transformers.Seq2SeqTrainingArguments, max_steps=1, predict_with_generate=True,
+        generation_max_length=24, per_device_eval_batch_size=1,
+    )  # fmt: skip
+    kind, options = transformers.Seq2SeqTrainer, {}
+    if plan is not None:
+        kind, options = type("Mine", (ThinwireTrainerMixin, kind), {}), {"plan": plan}
+    trainer = kind(model, settings, train_dataset=Pairs(), **options)
+    trainer.train()
+    return trainer.predict(Pairs()).predictions
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=100)
+def test_evaluations_generate_with_little_memory_as_under_ddp(tmp_path: Path) -> None:
+    wanted = translated(tmp_path, None)
+    generating._free_memory = lambda device: ("all of it", 0)
+    assert (translated(tmp_path, "zero3") == wanted).all()

@@ -111,3 +111,14 @@ def test_lora_under_every_preset_and_with_its_options() -> None:
         check("llama", "zero3", use_rslora=True, bias="all")
         check("gpt2", "zero3", fan_in_fan_out=True)
         check("mixtral", "zero3")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_merging_without_gradients_is_exact_under_lossy_gathers() -> None:
+    reference = adapted("llama")
+    model = tw.shard(adapted("llama"), plan("zeropp"))
+    with torch.no_grad():
+        model.merge_adapter()
+    reference.merge_adapter()
+    assert gap(whole(model), list(reference.parameters())) <= 1e-6

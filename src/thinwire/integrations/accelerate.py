@@ -45,6 +45,8 @@ from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
+from thinwire.sharding.tensors.arguments import tensors_among
+from thinwire.sharding.tensors.tensor import ShareTensor
 from thinwire.spec import Plan
 
 __all__ = ["AutoPlan", "STATE", "SteppingOptimizer", "ThinwireAccelerator"]
@@ -131,6 +133,7 @@ class ThinwireAccelerator(Accelerator):
     step: int
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _custom_objects: list[Any]
 
     def __init__(
         self, *args: Any, plan: Plan | AutoPlan | str | Path = "zero3", frozen: str | Path | None = None, **kwargs: Any
@@ -419,7 +422,18 @@ class ThinwireAccelerator(Accelerator):
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save the shares, schedulers, random states and registered objects; see ``accelerate.Accelerator``.
-        Collective."""
+        Collective.
+
+        Raises:
+            UsageError: A registered object's state holds shares, such as an average of a model's parameters.
+        """
+        for item in self._custom_objects:
+            if any(isinstance(value, ShareTensor) for value in tensors_among(item.state_dict())):
+                raise UsageError(
+                    f"register_for_checkpointing({type(item).__name__}): its state holds shares of a model, and "
+                    "accelerate would write one rank's; do not register it, and average weights with "
+                    "thinwire.average(model, ...), which save_state saves"
+                )
         with self._set_aside():
             return super().save_state(output_dir, safe_serialization, **kwargs)
 

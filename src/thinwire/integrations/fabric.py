@@ -20,6 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 import thinwire as tw
+from thinwire.checkpoint import store
 from thinwire.errors import UsageError
 from thinwire.integrations.common.automatic import AutoPlan, plan_for
 from thinwire.integrations.common.buffers import SharedBuffers
@@ -27,6 +28,7 @@ from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
+from thinwire.sharding.checkpointing.full_state import load_whole_share_state, load_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
@@ -272,25 +274,37 @@ class ThinwireFabricStrategy(DDPStrategy):
         """Load a checkpoint of any plan and number of ranks into the objects of a state. Collective.
 
         Returns:
-            What the checkpoint holds beyond the state.
+            What the checkpoint holds beyond the state, except for modules and optimizers.
 
         Raises:
             UsageError: The state has no sharded module, or the checkpoint is not Fabric's.
             KeyError: The state has a key that the checkpoint lacks, and ``strict`` is set.
         """
-        if isinstance(state, nn.Module | torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
-            remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+        if isinstance(state, torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
+            _load_raw(state, self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            return {}
+        if isinstance(state, nn.Module):
+            remainder: dict[str, Any] = super().load_checkpoint(path, _original(state), strict, weights_only)
             return remainder
         found = _Sharded("fabric.load", {key: _original(item) for key, item in (state or {}).items()})
         assert state is not None
-        for place, module, optimizers in found.places(Path(path)):
-            extra = tw.load(module, optimizers, place)
-            if "fabric" not in extra:
+        lacking: set[int] = set()
+        for place, _, optimizers in found.places(Path(path)):
+            values = store.open_checkpoint(place).manifest.values
+            if "fabric" not in (extra := values.get("extra", {})):
                 raise UsageError(f"{place} was not written by fabric.save: load it with thinwire.load(...)")
+            if "optimizer" not in values:
+                lacking |= set(map(id, optimizers))
         others: dict[str, Any] = decoded(extra["fabric"])
         wanted = list(found.others)
-        if strict and (missing := [key for key in wanted if key not in others]):
-            raise KeyError(f"the checkpoint {path} has no {', '.join(map(repr, missing))}; it has {sorted(others)}")
+        missing = [key for key, item in state.items() if id(item) in lacking or (key in wanted and key not in others)]
+        if strict and missing:
+            raise KeyError(
+                f"the checkpoint {path} has no {', '.join(map(repr, missing))}; beside modules and optimizers it has "
+                f"{sorted(others)}; load the rest with strict=False"
+            )
+        for place, module, optimizers in found.places(Path(path)):
+            tw.load(module, [made for made in optimizers if id(made) not in lacking], place)
         for key in (key for key in wanted if key in others):
             value = others.pop(key)
             if hasattr(state[key], "load_state_dict"):
@@ -298,6 +312,15 @@ class ThinwireFabricStrategy(DDPStrategy):
             else:
                 state[key] = value
         return others
+
+
+def _load_raw(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Load the state dict of the whole module's optimizer."""
+    if isinstance(optimizer, ShardedOptimizer):
+        names = [[share.spec.name for share in group["params"]] for group in optimizer.param_groups]
+        load_whole_state(optimizer, names, whole)
+    else:
+        load_whole_share_state(optimizer, whole)
 
 
 class _Sharded:

@@ -247,7 +247,7 @@ def generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs)
     with tw.generating(self) as chosen:
         if chosen.kept.exchanges:
-            kwargs.setdefault("synced_gpus", True)
+            kwargs["synced_gpus"] = True  # Seq2SeqTrainer passes False, since it does not know this engine
         return generate(*args, **kwargs)
 
 

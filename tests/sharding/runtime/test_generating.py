@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -120,6 +121,22 @@ def test_models_that_share_weights() -> None:
                     with tw.generating(model, keep=keep):
                         assert torch.equal(model(x), wanted), (kind, keep)
                         assert torch.equal(model(x), wanted), (kind, keep)
+
+
+class Generating(Stack):
+    """Has a ``generate`` as models of transformers have."""
+
+    def generate(self, **options: Any) -> Any:
+        return options.get("synced_gpus")
+
+
+@on_ranks(2)
+def test_generate_waits_for_all_ranks_whatever_the_caller_passes() -> None:
+    model, _ = made(plan_of("zero3", 2), Generating)
+    for keep, given in itertools.product(("nothing", "whole"), ({}, {"synced_gpus": False})):
+        with tw.generating(model, keep=keep):
+            assert model.generate(**given) is (True if keep == "nothing" else given.get("synced_gpus"))
+    assert "generate" not in model.__dict__
 
 
 @on_ranks(2)

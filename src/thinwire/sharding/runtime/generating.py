@@ -298,10 +298,15 @@ def _in_step(model: Any) -> Iterator[None]:
     """Let transformers' ``generate`` run forwards until all ranks have ended their sequences, since each forward
     gathers."""
     before = model.__dict__.get("generate")
-    model.generate = functools.partial(model.generate, synced_gpus=True)
+    model.generate = functools.partial(_synced, model.generate)
     try:
         yield
     finally:
         del model.generate
         if before is not None:
             model.generate = before
+
+
+def _synced(generate: Any, *args: Any, **kwargs: Any) -> Any:
+    """``generate`` with ``synced_gpus``, also where the caller passes ``False``, as Seq2SeqTrainer does."""
+    return generate(*args, **{**kwargs, "synced_gpus": True})
