@@ -13,7 +13,6 @@ from torch import nn
 
 from thinwire.train.models.common import STACKED
 
-
 _WITHOUT_SCORES: Final = ("conv", "linear_attention", "mamba", "moe", "recurrent")
 """Types of layers in the configurations of ``transformers`` in which no token is compared with every other."""
 
