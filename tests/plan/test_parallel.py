@@ -16,11 +16,12 @@ from thinwire.cost.memory.peak import largest_memory
 from thinwire.cost.memory.stages import stages
 from thinwire.errors import SpecError
 from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical_path, remedies, search, summary
-from thinwire.plan.rules import cut_problems, divided, powers_of_two
+from thinwire.plan.rules import divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
 from thinwire.plan.training_job import axis_costs
 from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.cut import cut_problems
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)

@@ -225,6 +225,8 @@ STEP = ("sim", "--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "pr
     ("sweep", "complaint"),
     [
         ("internode_gbps=1..inf", "inf is not a finite number below 1e300"),
+        ("gpus=8..nan", "nan is not a whole number"),
+        ("internode_gbps=1,x", "x is not a number"),
         ("internode_gbps=1,nan", "nan is not a finite number below 1e300"),
         (f"gpus=8..{10**400}", "000 is not a finite number below 1e300"),
         (f"gpus={10**400}", "000 is not a finite number below 1e300"),

@@ -30,9 +30,9 @@ from thinwire.plan.peers import losses, nearest
 from thinwire.plan.placement import hostfile, leaf_numbers, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
 from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals, sweep_nodes
-from thinwire.plan.rules import Cut
 from thinwire.plan.search import RESIDENCES, Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
+from thinwire.spec.cut import Cut
 
 __all__ = [
     "AmspPlan", "AmspSums", "AxisSeconds", "BothObjectives", "CODEC_LEVELS", "Candidate", "Chosen",

@@ -8,11 +8,12 @@ from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.priced import PricedPlan, price_plan
-from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
+from thinwire.plan.rules import cuts, powers_of_two
 from thinwire.plan.search import RESIDENCES, Searched, best_plans, elsewhere, smallest
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
+from thinwire.spec.cut import Cut, cut_problems
 from thinwire.units import format_bandwidth, format_bytes
 
 

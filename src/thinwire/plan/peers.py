@@ -19,10 +19,11 @@ from thinwire.cost import (
 )
 from thinwire.errors import UsageError
 from thinwire.plan.priced import AxisSeconds, PricedPlan
-from thinwire.plan.rules import UNCUT, Chain, Cut, divided, factors
+from thinwire.plan.rules import UNCUT, Chain, divided, factors
 from thinwire.plan.training_job import TrainingJob
 from thinwire.sim.peers import peer_step
 from thinwire.spec import Factor, Plan
+from thinwire.spec.cut import Cut
 from thinwire.units import format_bytes
 
 

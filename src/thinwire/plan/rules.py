@@ -1,46 +1,16 @@
-"""Which plans are valid: chains of factors, secondary shards, cuts of the model; and how many knobs a plan turns."""
+"""Which plans are valid: chains of factors, secondary shards, meshes of cuts; and how many knobs a plan turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
 from thinwire.errors import SpecError
-from thinwire.spec import Factor, ModelSpec, Plan
-from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
+from thinwire.spec import Factor, Plan
+from thinwire.spec.cut import Cut
 
 Chain = tuple[Factor, Factor, Factor]
 """Factors of ``P``, ``G`` and ``OS``."""
-
-
-class Cut(NamedTuple):
-    """How tensor and pipeline parallelism cut the model.
-
-    Attributes:
-        tp: Number of ranks that share every matrix.
-        pp: Number of ranks that share the blocks.
-        schedule: Schedule of the pipeline.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    schedule: Literal["1f1b", "interleaved"] = "1f1b"
-
-    @property
-    def ways(self) -> int:
-        """Ranks that hold one copy of the model together, before any sharding."""
-        return self.tp * self.pp
-
-    @property
-    def complexity(self) -> int:
-        """How many knobs the cut turns."""
-        return (self.tp > 1) + (self.pp > 1) + (self.schedule != "1f1b")
-
-    @classmethod
-    def of(cls, plan: Plan) -> Cut:
-        """The cut of a plan."""
-        return cls(plan.tp, plan.pp, plan.pipeline_schedule)
 
 
 UNCUT = Cut()
@@ -67,24 +37,6 @@ def divided(ranks: Factor, cut: Cut) -> Factor | None:
         return ranks.data_parallel(cut.tp, cut.pp)
     except SpecError:
         return None
-
-
-def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
-    """Why the runtime would refuse a cut, whatever the mesh and the batch: one sentence for each broken rule."""
-    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab, "seq": seq}
-    problems = [f"tp = {cut.tp} does not divide {name} = {size}" for name, size in sizes.items() if size % cut.tp]
-    stages = cut.pp * STAGES_OF_A_RANK[cut.schedule]
-    if stages > model.layers:
-        problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
-    if model.experts is not None and cut.ways > 1:
-        problems.append(
-            f"experts = {model.experts}: tp and pp do not divide mixtures of experts; use tp = 1 and pp = 1"
-        )
-    if cut.pp > 1 and model.tied_embedding:
-        problems.append(
-            f"pp = {cut.pp} would put the embedding and the head on different ranks, but they share one weight"
-        )
-    return problems
 
 
 @lru_cache(maxsize=256)

@@ -19,10 +19,11 @@ from thinwire.cost import Memory
 from thinwire.plan.experts import expert_candidates
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
-from thinwire.plan.rules import UNCUT, Cut, complexity
+from thinwire.plan.rules import UNCUT, complexity
 from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
+from thinwire.spec.cut import Cut
 from thinwire.spec.plan_parts.residence import Residence
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")

@@ -21,11 +21,12 @@ from thinwire.cost import (
 )
 from thinwire.cost.memory.stages import stage_model, stages
 from thinwire.errors import SpecError
-from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
+from thinwire.plan.rules import UNCUT, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.sim.axes import AxisCosts, sending_ranks
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.cut import Cut, cut_problems
 from thinwire.spec.plan import Dtype
 from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.plan_parts.residence import Residence

@@ -27,6 +27,7 @@ from thinwire.sharding.modules.quantized import is_packed, is_wrapper, keep_layo
 from thinwire.sharding.params.plan_codecs import codec_problems
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
+from thinwire.spec.cut import stage_problems
 from thinwire.units import format_bytes
 
 _CHECKED: Final[Typed[tuple[str, int, str, tuple[str, ...]]]] = Typed(tuple[str, int, str, tuple[str, ...]])
@@ -77,16 +78,7 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
             for axis, ways in (("tp", plan.tp), ("pp", plan.pp), ("ep", plan.ep), ("cp", plan.cp))
             if ways != 1
         ]
-    if plan.pp > 1 and plan.residence.streams_params:
-        problems.append(
-            "residence.params = 'host': every micro-batch would bring the parameters of a pipeline stage up anew; with "
-            f"pp = {plan.pp} use residence.params = 'device', and let optimizer states and gradients live on the host"
-        )
-    if plan.pp > 1 and plan.params.ranks > 1:
-        problems.append(
-            f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
-            f"them anew; with pp = {plan.pp} use params = 1x1 and shard grads or optimizer"
-        )
+    problems += stage_problems(plan)
     if plan.placement is not None:
         if not whole and plan.placement != tuple(range(plan.world)):
             problems.append(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -18,8 +18,12 @@ from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.base import Count, Flag, Positive, Spec
+from thinwire.spec.cut import Cut, cut_problems, stage_problems
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import parse_count
+
+_OURS: Final = "thinwire"
+"""The engine whose runtime refuses some plans; other systems have other rules."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -66,7 +70,7 @@ class Case(Spec):
     tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
     pp: Count = Field(default=1, description="pipeline stages")
     engine: str = Field(
-        default="thinwire", description="system that performs the step: thinwire, or one that a package adds"
+        default=_OURS, description="system that performs the step: thinwire, or one that a package adds"
     )
     plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
     wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
@@ -191,6 +195,9 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     cluster, model = _cluster(case), _model(case)
     engine = _engine(case).on(_gpu(case, cluster), cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
+    problems = stage_problems(plan) + cut_problems(model, model.seq, Cut.of(plan))
+    if problems and case.engine == _OURS:
+        raise SpecError(_what(case), problems)
     cluster = cluster.in_order(node_order(plan))
     # The stage with the most work: it has as many blocks as any other, and the head.
     stage = model.with_(layers=-(-model.layers // plan.pp))

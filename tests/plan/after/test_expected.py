@@ -74,6 +74,7 @@ def train(directory: Path, name: str, *arguments: str) -> str:
 def test_a_run_keeps_what_was_expected_and_its_report_shows_it_beside_what_was_measured(tmp_path: Path) -> None:
     out, expected = planned(tmp_path)
     assert expected.plan == Plan.load(out).fingerprint()
+    assert expected.block_parameters
     assert (tmp_path / "plan.expected.json").stat().st_size < 4096
     train(tmp_path, "run", "--plan", str(out))
     run = read_run(tmp_path / "run")
@@ -111,6 +112,7 @@ def test_what_was_expected_of_other_steps_is_not_this_runs(tmp_path: Path) -> No
         (made.with_(tokens_per_step=7), run.recipe, "about steps of 7 tokens"),
         (made.with_(model="llama-13b"), llama, "about llama-13b, and model.preset is llama-7b"),
         (made.with_(plan="0"), run.recipe, "changes the plan"),
+        (made.with_(block_parameters=7), run.recipe, "about a model of 7 parameters .* of this run has"),
     ):
         assert re.search(words, other.unlike(run.plan, recipe) or "")
     for seq, known in ((32, True), (64, False)):

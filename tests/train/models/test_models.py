@@ -223,6 +223,24 @@ def test_a_model_without_attention_has_no_attention_to_count() -> None:
     assert flops_per_token(model, 24) > 0
 
 
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        ({"model_type": "deepseek_v3", "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 16,
+          "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1},
+         3 * 4 * (16 + 8 + 12) // 2),
+        ({"model_type": "lfm2", "full_attn_idxs": [1]}, 32),
+        ({"model_type": "qwen3", "head_dim": 16}, 3 * 4 * 16),
+    ],
+)  # fmt: skip
+def test_attention_is_as_wide_as_its_queries_and_values(config: dict[str, object], width: int) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = build(ModelRecipe(kind="huggingface", config=sizes | config), vocab=97, seq=24, seed=0)
+    assert attention_width(model) == width
+
+
 def test_models_too_small_for_the_data() -> None:
     recipe = ModelRecipe(layers=1, hidden=16, heads=2, vocab=50, max_seq=8)
     with pytest.raises(SpecError) as caught:

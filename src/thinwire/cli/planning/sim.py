@@ -255,7 +255,11 @@ def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
         raise UsageError(f"--sweep {sweep} should be KEY=A,B,... or KEY=A..B with one of the keys {', '.join(SWEPT)}")
 
     def parsed(text: str) -> float:
-        value = float(text) if key == "internode_gbps" else int(text)
+        kind, what = (float, "number") if key == "internode_gbps" else (int, "whole number")
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise ValueError(f"{text:.40} is not a {what}") from error
         if not is_number(value):
             raise ValueError(f"{text:.40} is not a finite number below 1e300")
         return value

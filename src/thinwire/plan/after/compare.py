@@ -13,11 +13,12 @@ from typing import Literal
 from thinwire.errors import DataError, SpecError
 from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, expectation
 from thinwire.plan.priced import price_plan
-from thinwire.plan.rules import Cut, divided
+from thinwire.plan.rules import divided
 from thinwire.plan.training_job import TrainingJob, refuse_context
 from thinwire.program import Lane
 from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec import Factor, Plan
+from thinwire.spec.cut import Cut
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 

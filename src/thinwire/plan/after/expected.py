@@ -10,6 +10,7 @@ from thinwire.program import AnyLane, HostLane, Lane, Scope, lower
 from thinwire.sim.step import lane_work
 from thinwire.spec import Plan
 from thinwire.spec.expectation import Expectation, Figure
+from thinwire.spec.models.model import block_parameters
 
 STEP: Final = "step"
 COMPUTATION: Final = "computation"
@@ -24,6 +25,7 @@ def expectation(job: TrainingJob, priced: PricedPlan) -> Expectation:
     return Expectation(
         plan=priced.plan.fingerprint(),
         model=job.model.name or "unnamed",
+        block_parameters=block_parameters(job.model, job.model.experts or 0),
         seq=job.seq,
         tokens_per_step=job.tokens_per_step,
         rests_on=provenance(job, priced).step,

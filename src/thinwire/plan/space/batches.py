@@ -10,11 +10,11 @@ from functools import cached_property
 
 from thinwire.cost import ModelPart, alike, working_memory
 from thinwire.cost.memory.stages import demanding_stages, stages
-from thinwire.plan.rules import Cut
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.workload import part_seconds
 from thinwire.spec import Plan
+from thinwire.spec.cut import Cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, Pricer, ProcessGroups
-from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
+from thinwire.plan.rules import Chain, chain_ends, secondaries
 from thinwire.plan.space.batches import BatchChoice, Batches
 from thinwire.plan.space.bounds import Array, Computation, least_seconds
 from thinwire.plan.space.state_bytes import StateBytes
@@ -25,6 +25,7 @@ from thinwire.plan.training_job import TrainingJob
 from thinwire.program import NORM_BYTES, Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Factor, Plan
+from thinwire.spec.cut import Cut
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 

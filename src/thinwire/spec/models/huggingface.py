@@ -9,26 +9,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from thinwire.errors import SpecError
+from thinwire.spec.models.families import EXPERT_FAMILIES, FAMILIES, FOUR_TIMES_HIDDEN, TWO_MATRICES
 
 # Names that configurations use for each of our keys, the most common name first.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "heads": ("num_attention_heads", "n_head"),
     "vocab": ("vocab_size",),
 }
 _OPTIONAL = {
-    "kv_heads": ("num_key_value_heads",),
-    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "head_dim": ("head_dim",),
     "seq": ("max_position_embeddings", "n_positions", "n_ctx"),
     "tied_embedding": ("tie_word_embeddings",),
 }
-_TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "phi", "roberta", "bert")
-"""Families whose feed-forward is two matrices with biases; all others have SwiGLU's three."""
-
-_TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "opt", "bloom", "roberta", "bert", "gemma", "gemma2")
-
 _COMPUTED_WITH = (
     "first_k_dense_replace", "intermediate_size", "moe_intermediate_size", "n_shared_experts", "qk_nope_head_dim",
     "qk_rope_head_dim", "shared_expert_intermediate_size",
@@ -38,11 +34,10 @@ _COMPUTED_WITH = (
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts."""
 
-EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-"""``model_type`` of the mixtures of experts whose shape is known."""
-
 FLOAT: Final = "__float__"
 """Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
+
+_TIE: Final = "tie_word_embeddings"
 
 _UNUSED: Final = (
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "torch_dtype", "transformers_version",
@@ -80,36 +75,62 @@ def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         SpecError: The file cannot be read, lacks a size, or describes an architecture that ``ModelSpec`` cannot
-            (mixtures of experts of another family than :data:`EXPERT_FAMILIES`).
+            (another family than those of :data:`~thinwire.spec.models.families.FAMILIES`).
     """
     if isinstance(source, Mapping):
         config, what, name = source, "model.config", "model"
     else:
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
         config, what, name = _read(file), str(file), _name(file.resolve())
-    nested = config.get("text_config")  # a vision-language model nests its language model
-    config = nested if isinstance(nested, Mapping) else config
+    name = str(config.get("_name_or_path") or name)
+    texts_alone = not any(key in config for key in ("text_config", "vision_config", "audio_config"))
+    config = _language_model(config)
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise SpecError(
+            what,
+            f"model_type = {family!r} is no family whose shape the planner knows; known are "
+            f"{', '.join(sorted(FAMILIES))}: describe the shape in a TOML file for `--model` of `thinwire plan`, or "
+            "train under a preset plan",
+        )
+    config = {**FAMILIES[family], **config}
     problems = [
         f"{key} = {config[key]!r} should be a whole number"
         for key in _COMPUTED_WITH
         if not isinstance(config.get(key), int | None)
     ]
+    needed = _KEYS if family in FOUR_TIMES_HIDDEN + EXPERT_FAMILIES else _KEYS | {"ffn": _OPTIONAL["ffn"]}
     problems += [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
-        for key, names in _KEYS.items()
+        for key, names in needed.items()
         if _first(config, names) is None
     ]
     problems += _expert_problems(config)
     if problems:
         raise SpecError(what, problems)
-    family = str(config.get("model_type", "llama"))
     shape = {key: _first(config, names) for key, names in (_KEYS | _OPTIONAL).items()}
+    embedded = config.get("word_embed_proj_dim") or shape["hidden"]
+    if embedded != shape["hidden"]:
+        raise SpecError(
+            what,
+            f"word_embed_proj_dim = {embedded!r} is not hidden_size = {shape['hidden']}: embeddings of another width "
+            "than the model's are not known; describe a model of nearly this shape in a TOML file",
+        )
     shape |= _expert_shape(config)
-    if shape["tied_embedding"] is None:
-        shape["tied_embedding"] = family in _TIED_BY_DEFAULT
-    shape["kind"] = "gpt" if family in _TWO_MATRICES else "llama"
-    shape["name"] = str(config.get("_name_or_path") or name)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon and StarCoder
+        shape["kv_heads"] = 1
+    shape["kind"] = "gpt" if family in TWO_MATRICES else "llama"
+    shape["name"] = name if texts_alone else f"{name} (text)"
     return {key: value for key, value in shape.items() if value is not None}
+
+
+def _language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model, which a model of images or sound nests."""
+    nested = config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return config
+    ties = [part[_TIE] for part in (config, nested) if _TIE in part]
+    return {**nested, **({_TIE: any(ties)} if ties else {})}  # either ties the embedding, as in transformers
 
 
 def _name(file: Path) -> str:
@@ -133,10 +154,10 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _expert_problems(config: Mapping[str, Any]) -> list[str]:
     """Why a mixture of experts cannot be described; empty for dense models and for those of :data:`EXPERT_FAMILIES`."""
-    name = _number_of_experts(config)
+    name, family = _number_of_experts(config), str(config.get("model_type"))
     if name is None:
-        return []
-    family = str(config.get("model_type"))
+        stated = family not in EXPERT_FAMILIES or any(key in config for key in _EXPERTS)
+        return [] if stated else [f"has none of the keys {', '.join(_EXPERTS)}, from which experts is read"]
     if family not in EXPERT_FAMILIES:
         known = ", ".join(EXPERT_FAMILIES)
         return [

@@ -7,11 +7,14 @@ for causality. Recomputation does not count, and an embedding look-up is free.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from thinwire.train.models.common import STACKED
+
+_WITHOUT_SCORES: Final = ("conv", "linear_attention", "mamba", "moe", "recurrent")
+"""Types of layers in the configurations of ``transformers`` in which no token is compared with every other."""
 
 
 def matrix_elements(model: nn.Module) -> float:
@@ -47,7 +50,8 @@ def matrix_elements(model: nn.Module) -> float:
 
 
 def attention_width(model: nn.Module) -> int:
-    """Width of attention (heads times channels per head), summed over all blocks."""
+    """Width of attention (heads times channels per head, the mean of queries and values), summed over all blocks that
+    compute with the square of the sequence."""
     config: Any = getattr(model, "config", None)
     if config is not None:
         return int(config.layers * config.hidden)
@@ -57,7 +61,10 @@ def attention_width(model: nn.Module) -> int:
     if heads is None:
         return 0  # a model without attention, such as Mamba; its blocks compute little apart from matrix products
     channels = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(text.num_hidden_layers * heads * channels)
+    if nope := getattr(text, "qk_nope_head_dim", None):  # latent attention, whose head_dim is of another part
+        channels = (nope + text.qk_rope_head_dim + text.v_head_dim) / 2
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return int(sum(kind not in _WITHOUT_SCORES for kind in kinds) * heads * channels)
 
 
 def flops_per_token(model: nn.Module, seq: int) -> float:
