@@ -61,8 +61,10 @@ def refit(run: Path, profile: Profile) -> Refit:
         changes, tried = {COMPUTATION: pace}, fitted.paced(pace, codecs=False)
         of_lanes = _lane_error(record, tried, found)
         for part, factor in _lane_factors(record, tried, found).items():
+            if factors.get(part, 1.0) * factor < _LEAST:
+                continue
             scaled = _scaled(tried, part, factor)
-            if factors.get(part, 1.0) * factor >= _LEAST and (less := _lane_error(record, scaled, found)) < of_lanes:
+            if (less := _lane_error(record, scaled, found)) < of_lanes:
                 tried, changes[part], of_lanes = scaled, factor, less
         before, error = error, _error(record, tried, found)
         if error >= before:
