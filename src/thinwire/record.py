@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -189,13 +191,20 @@ def steps_of(run: RunRecord) -> list[int]:
 def steady(run: RunRecord) -> list[tuple[Record, int]]:
     """Records from which to measure a step, each with the number of steps that it covers.
 
-    They belong to the current plan. The first few records and skipped steps are left out. A rule that leaves no record
-    is ignored.
+    They belong to the current plan. The first few records and skipped steps are left out, and with islands what is left
+    of a period of their exchanges. A rule that leaves no record is ignored.
     """
     pairs = [pair for pair in zip(run.records, steps_of(run), strict=True) if pair[1] > 0]
     before_plan = began(run.starts)
     pairs = [pair for pair in pairs if pair[0]["step"] > before_plan] or pairs
-    return [pair for pair in pairs[WARM_UP:] if not pair[0].get("skipped")] or pairs
+    pairs = [pair for pair in pairs[WARM_UP:] if not pair[0].get("skipped")] or pairs
+    islands = run.plan.islands
+    if islands is None or islands.count == 1:
+        return pairs
+    period = math.lcm(islands.every, *(every for _, every in islands.schedule))
+    covered = itertools.accumulate(count for _, count in reversed(pairs))
+    whole = [number for number, steps in enumerate(covered, start=1) if steps % period == 0]
+    return pairs[-whole[-1] :] if whole else pairs
 
 
 def _no_run(path: Path) -> str:

@@ -17,9 +17,10 @@ from thinwire.sim import Resource, Workload, simulate
 from thinwire.sim.lanes import GATHERED, GRADIENTS
 from thinwire.sim.player import Player
 from thinwire.sim.repetition import repeated
-from thinwire.sim.step import Simulated, lane_work
+from thinwire.sim.step import LaneWork, Simulated, lane_work
 from thinwire.sim.workload import Execution
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire.spec.profile import Handling
 from thinwire_bench.published.headroom import Headroom
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
@@ -99,6 +100,19 @@ def test_clipping_is_a_barrier() -> None:
     lanes = (lane_work(plan, workload(plan, clip=clip), rates) for clip in (False, True))
     without, with_norm = (lane[Lane.CONTROL].transfer for lane in lanes)
     assert with_norm > without + 20e-6
+
+
+def test_a_lane_s_work_is_what_its_workers_do() -> None:
+    """The runtime prepares stages elsewhere. Exchanges of islands count as often as a step has them."""
+    plan, rates = preset("islands-4bit", islands={"count": 2, "every": 4, "codec": "int4:256"}), NominalRates(CLUSTER)
+    plain = lane_work(plan, workload(plan), rates)
+    rates.handling = Handling(reduce=1.0, gather=1.0, codec=1.0)
+    assert lane_work(plan, workload(plan), rates) == plain
+    assert rates.handling.reduce == 1.0
+    seldom = preset("islands-4bit", islands={"count": 2, "every": 8, "codec": "int4:256"})
+    outer = lane_work(seldom, workload(seldom), rates)[Lane.OUTER]
+    assert min(outer.transfer, outer.codec) > 0
+    assert plain[Lane.OUTER] == LaneWork(pytest.approx(2 * outer.transfer), pytest.approx(2 * outer.codec))
 
 
 def test_gamma_slows_what_meets() -> None:

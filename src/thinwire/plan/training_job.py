@@ -232,9 +232,9 @@ class TrainingJob:
         """Parts of the model on a rank of the largest stage."""
         return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
 
-    def units(self, plan: Plan) -> tuple[UnitInfo, ...]:
-        """Sharding units on a rank of the largest stage."""
-        return units(_largest_stage(self.model, plan), plan)
+    def units(self, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
+        """Sharding units on a rank of the largest stage that holds this ``P`` shard."""
+        return units(_largest_stage(self.model, plan), plan, shard)
 
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""

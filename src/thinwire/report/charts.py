@@ -325,7 +325,7 @@ def _prediction(comparison: RunComparison | None) -> Chart | None:
     x_name = "predicted over measured, % too much (right) or too little (left)"
     dress_rows(axes, x_name, [q.name for q in known])
     caption = (
-        f"What the simulator says of this plan on this profile against the median of {comparison.steps} steps. Waiting "
+        f"What the simulator says of this plan on this profile against the {comparison.of_what}. Waiting "
         "and bytes are of a rank and step."
     )
     return Chart("prediction", "Predicted against measured", caption, figure)

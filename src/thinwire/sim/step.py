@@ -9,7 +9,8 @@ until the lanes are in the same state after each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -22,6 +23,7 @@ from thinwire.sim.player import Activity, Player
 from thinwire.sim.repetition import repeated
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import Plan
+from thinwire.spec.profile import Handling
 
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
@@ -184,14 +186,31 @@ def _own(plan: Plan, rates: Rates) -> Execution:
 
 
 def lane_work(plan: Plan, workload: Workload, rates: Rates) -> dict[Lane, LaneWork]:
-    """Seconds of work that each lane has in a step, without slowdown by anything else."""
+    """Seconds of work that each lane has in a step, without slowdown by anything else. Exchanges with other islands
+    count with their mean over many steps. What the runtime takes to prepare stages is no lane's work."""
+    rates = copy(rates)
+    rates.handling = Handling()
     pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
-    program = lower(plan, workload.units, micro_batches=plan.micro_batches, clip=workload.clip)
-    for operation in program.operations:
-        if not isinstance(operation.lane, Lane):
-            continue
+    for lane, operation, often in lane_operations(plan, workload.units, clip=workload.clip):
         for stage in pricing(plan, operation, workload.units):
-            before = seconds[operation.lane]
-            moved = stage.seconds if stage.stage in TRANSFERS else 0.0
-            seconds[operation.lane] = LaneWork(before.transfer + moved, before.codec + stage.seconds - moved)
+            before, taken = seconds[lane], often * stage.seconds
+            moved = taken if stage.stage in TRANSFERS else 0.0
+            seconds[lane] = LaneWork(before.transfer + moved, before.codec + taken - moved)
     return seconds
+
+
+def lane_operations(
+    plan: Plan, units: Sequence[UnitInfo], *, clip: bool, position: int = 0
+) -> Iterator[tuple[Lane, Operation, float]]:
+    """The operations of each lane in a step of the rank at this position, with how often a step has them: exchanges
+    with other islands come less than once, as a mean over many steps."""
+    program = lower(plan, units, micro_batches=plan.micro_batches, position=position, clip=clip)
+    for operation in program.operations:
+        if isinstance(operation.lane, Lane):
+            yield operation.lane, operation, 1.0
+    islands = plan.islands
+    if islands is None or islands.count == 1:
+        return
+    for fragment in range(islands.fragments):
+        for operation in exchange_operations(plan, units, fragment, position):
+            yield Lane.OUTER, operation, islands.exchanges_per_step

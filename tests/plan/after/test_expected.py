@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,12 @@ from typer.testing import CliRunner
 
 import thinwire.plan as planner
 from thinwire.cli.main import app
+from thinwire.cost import units
 from thinwire.errors import SpecError
-from thinwire.program import HostLane
+from thinwire.plan.training_job import TrainingJob
+from thinwire.program import Axis, HostLane, Lane, Scope, axis_index, lower
 from thinwire.record import read_run
-from thinwire.spec import ModelSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
@@ -29,6 +32,7 @@ from thinwire.train.data.packing import prepare
 pytestmark = pytest.mark.ranks
 
 PROFILE = ROOT / "docs" / "results" / "planner" / "profile-200mbit.json"
+MODEL = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
 RECIPE = f"""
 [model]
 layers = 2
@@ -123,8 +127,7 @@ def test_what_was_expected_of_other_steps_is_not_this_runs(tmp_path: Path) -> No
 
 def test_what_is_expected_fits_the_step_that_is_predicted() -> None:
     own = Plan.preset("thinwire", nodes=2, local=2, micro_batch=2, micro_batches=4)
-    model = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
-    job = planner.profiled_job(model, 128, own, Profile.read(PROFILE), clip=True)
+    job = planner.profiled_job(MODEL, 128, own, Profile.read(PROFILE), clip=True)
     priced = planner.price_plan(job, own)
     amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
     waiting = sum(amount for name, amount in amounts.items() if name.startswith("waiting for "))
@@ -141,13 +144,50 @@ def test_waiting_for_states_on_the_host_is_not_computation() -> None:
     """As a run measures it: its own work is what a step takes beside waiting for any lane."""
     residence = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
     hosted = Plan.preset("zero3", nodes=2, local=2, residence=residence)
-    model = ModelSpec(name="small", layers=4, hidden=256, heads=4, ffn=704, vocab=2048, seq=128)
     slow = Profile.read(PROFILE).with_(up_seconds=3e-8, down_seconds=3e-8)
-    job = planner.profiled_job(model, 128, hosted, slow, clip=True)
+    job = planner.profiled_job(MODEL, 128, hosted, slow, clip=True)
     priced = planner.price_plan(job, hosted)
     amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
     assert sum(amounts[f"waiting for {lane}"] for lane in HostLane) > 0
     assert amounts["computation"] == pytest.approx(priced.seconds - sum(priced.simulated.exposed.values()))
+
+
+@pytest.mark.parametrize("params", [(1, 1), (2, 1)])
+def test_bytes_are_the_mean_over_ranks_with_unequal_shares(params: tuple[int, int]) -> None:
+    """Whole tensors have one owner each, so that ranks send different bytes."""
+    local, nodes = params
+    plan = Plan.preset("zero2", nodes=2, local=2, partition="inter", params=Factor(local=local, nodes=nodes))
+    job = planner.profiled_job(MODEL, 128, plan, Profile.read(PROFILE), clip=True)
+    amounts = {figure.name: figure.amount for figure in planner.expectation(job, planner.price_plan(job, plan)).figures}
+    of_ranks = []
+    for position in range(4):
+        held = units(MODEL, plan, axis_index(plan, Axis.PARAMS, position))
+        of_ranks.append(lower(plan, held, clip=True, position=position).traffic())
+    assert len({traffic[Lane.REDUCE][Scope.ACROSS] for traffic in of_ranks}) > 1
+    for lane in Lane:
+        for scope in Scope:
+            sent = statistics.fmean(traffic[lane][scope] for traffic in of_ranks)
+            assert amounts[f"{lane} {scope}"] == pytest.approx(sent), (lane, scope)
+
+
+def test_bytes_of_very_many_unlike_ranks_are_left_out() -> None:
+    """To count them would take minutes."""
+    cluster = ClusterSpec.named("a800-80g:8x8")
+    plan = Plan.preset("zero2", nodes=8, local=8, partition="inter", micro_batches=8)
+    for counted, names in ((plan, False), (plan.with_(partition="intra"), True)):
+        job = TrainingJob.of(MODEL, 128, cluster, None, counted, micro_batch=1)
+        figures = planner.expectation(job, planner.price_plan(job, counted)).figures
+        assert any(figure.name == "reduce across" for figure in figures) is names
+
+
+def test_exchanges_of_islands_are_expected_as_often_as_a_step_has_them() -> None:
+    islands = {"count": 2, "every": 4, "fragments": 2}
+    plan = Plan.preset("islands", nodes=2, local=2, islands=islands)
+    job = planner.profiled_job(MODEL, 128, plan, Profile.read(PROFILE), clip=True)
+    amounts = {figure.name: figure.amount for figure in planner.expectation(job, planner.price_plan(job, plan)).figures}
+    both = lower(plan, units(MODEL, plan), clip=True, fragments=(0, 1)).traffic()[Lane.OUTER]
+    assert amounts["outer across"] == both[Scope.ACROSS] / 4 > 0
+    assert amounts["transfers of outer"] > 0
 
 
 def test_a_damaged_expectation_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -87,6 +87,22 @@ def test_what_was_falsified_is_put_right_and_other_plans_gain(wrong: str, tmp_pa
         assert figures[name].predicted == pytest.approx(figures[name].measured, rel=0.1), name
 
 
+def test_no_part_is_blamed_for_what_a_lane_spends_elsewhere(tmp_path: Path) -> None:
+    """Copies alone are expected to take longer than codecs did, which no factor of a codec explains. Links are fitted
+    all the same."""
+    run, false = record_run(tmp_path / "run", plan_of("thinwire")), falsified({"inside": 1.0, "across": 3.0}, 1.0, 1.0)
+    false = false.with_(touch_seconds=20 * false.touch_seconds)
+    before = {quantity.name: quantity for quantity in compare(run, false).quantities}
+    fitted = refit(run, false)
+    assert "codec int8:256" not in fitted.factors
+    assert fitted.factors["all_gather across"] == pytest.approx(1 / 3, rel=0.01)
+    for after in compare(run, fitted.profile).quantities:
+        if after.name.startswith(("transfers of ", "codecs of ", "step", "computation")) and after.error is not None:
+            error = before[after.name].error
+            assert error is not None
+            assert abs(after.error) < max(0.01, abs(error)), after.name
+
+
 def test_computation_is_fitted_to_what_ranks_measured_of_it_and_what_fits_is_kept(tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", plan_of("zero1"), longer=0.5)
     assert refit(run, TRUTH).factors == {}

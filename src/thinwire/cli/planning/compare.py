@@ -24,7 +24,7 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
     measured = Profile.read(profile)
     comparison = planner.compare(run, measured)
     console = wide_console(as_json=as_json)
-    title = f"Predicted and measured, median of {comparison.steps} steps"
+    title = f"Predicted and measured, {comparison.of_what}"
     print_sheet(console, prediction_sheet(comparison, title))
     if refit is not None:
         fitted = planner.refit(run, measured)

@@ -34,7 +34,8 @@ class Quantity:
         name: What was measured, for example ``"step"`` or ``"gather across"``.
         unit: ``"s"`` for seconds, ``"B"`` for bytes.
         predicted: The prediction from the plan, the model and the profile.
-        measured: The median over the steps of the run.
+        measured: The median over the steps of the run. With islands, the mean for the step and for exchanges, which
+            not every step has.
     """
 
     name: str
@@ -54,7 +55,7 @@ class RunComparison:
 
     Attributes:
         quantities: Step time, waiting by lane and axis, bytes by lane and hop, and memory.
-        steps: Number of measured steps.
+        steps: Number of measured steps; with islands, from one exchange to another.
     """
 
     quantities: tuple[Quantity, ...]
@@ -63,6 +64,12 @@ class RunComparison:
     def of(self, name: str) -> Quantity:
         """The quantity with this name."""
         return next(quantity for quantity in self.quantities if quantity.name == name)
+
+    @property
+    def of_what(self) -> str:
+        """What measured figures are, in words."""
+        means = any(_of_exchanges(quantity.name) for quantity in self.quantities)
+        return f"median of {self.steps} steps" + (", mean for step and outer" if means else "")
 
 
 def compare(run: Path, profile: Profile) -> RunComparison:
@@ -171,12 +178,27 @@ def _vocab(run: Path) -> int:
 
 def measured_figure(name: str, rows: Rows, ranks: int) -> float | None:
     """A figure of a step, by its name in an expectation, as records of a run have measured it: seconds or bytes of a
-    rank in the median, and of memory the most. ``None`` if no record has them."""
+    rank in the median, and of memory the most. Not every step has exchanges with other islands: they, and steps with
+    them, count with their mean. ``None`` if no record has them."""
     if name == MEMORY:
         return max((float(max(record["memory"].values())) for record, _ in rows if record.get("memory")), default=None)
-    found = [_measured(name, record, steps, ranks) for record, steps in rows]
-    known = [amount for amount in found if amount is not None]
-    return statistics.median(known) if known else None
+    found = [(_measured(name, record, steps, ranks), steps) for record, steps in rows]
+    known = [(amount, steps) for amount, steps in found if amount is not None]
+    if not known:
+        return None
+    if _of_exchanges(name) or (name == STEP and any(_exchanges(record) for record, _ in rows)):
+        return statistics.fmean(*zip(*known, strict=True))
+    return statistics.median(amount for amount, _ in known)
+
+
+def _of_exchanges(name: str) -> bool:
+    """Whether a figure is one of exchanges with other islands."""
+    return Lane.OUTER in name.split()
+
+
+def _exchanges(record: Record) -> bool:
+    """Whether islands exchanged something in the steps of a record."""
+    return any((record.get("bytes") or {}).get(Lane.OUTER, {}).values())
 
 
 def _measured(name: str, record: Record, steps: int, ranks: int) -> float | None:

@@ -11,16 +11,7 @@ import numpy as np
 
 from thinwire.plan.after.compare import checked_run, job_of, measured_figure
 from thinwire.plan.after.culprit import measured_parts
-from thinwire.plan.after.expected import (
-    CODECS,
-    COMPUTATION,
-    MEMORY,
-    STEP,
-    TRANSFERS,
-    WAITING,
-    expectation,
-    lane_seconds,
-)
+from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, lane_seconds, times
 from thinwire.plan.priced import price_plan
 from thinwire.program import Scope
 from thinwire.record import RunRecord, steady
@@ -30,8 +21,8 @@ from thinwire.spec.profile import CodecRow, CollectiveRow, Profile
 _ROUNDS: Final = 4
 """How often parts are fitted in turn: copies of a lane's values are computation, and change with it."""
 
-_LEAST: Final = 0.1
-"""Least factor of a round: what is left of a lane beside its copies may be nothing."""
+_LEAST: Final = 0.01
+"""Least factor of a part. A run that asks for less spends its lane on something else, and tells nothing of the part."""
 
 _OF_THE_HOST: Final = ("up_seconds", "down_seconds", "host_update_seconds")
 """What a run uses only if states live on the host."""
@@ -55,8 +46,9 @@ class Refit:
 
 def refit(run: Path, profile: Profile) -> Refit:
     """Scale each part of a profile so that it takes as long as in a run: computation, the transfers of each collective
-    on each kind of link, and each codec, as long as the run's figures differ less for it. Memory before a rank has a
-    model becomes the run's. The margin grows to what the run needed beyond its prediction.
+    on each kind of link, and each codec, as long as the run's figures differ less for it. A collective or codec is
+    scaled only if the lanes that use it come closer by that alone. Memory before a rank has a model becomes the run's.
+    The margin grows to what the run needed beyond its prediction.
 
     Arguments and errors are those of :func:`~thinwire.plan.after.compare.compare`.
     """
@@ -64,17 +56,21 @@ def refit(run: Path, profile: Profile) -> Refit:
     found = _fitted_figures(record, profile)
     fitted, factors, error = profile, dict[str, float](), _error(record, profile, found)
     for _ in range(_ROUNDS):
-        changes, tried = _lane_factors(record, fitted, found), fitted
-        for part, factor in changes.items():
-            tried = _scaled(tried, part, factor)
-        expected = _expected(record, tried)[COMPUTATION]
+        expected = _expected(record, fitted)[COMPUTATION]
         pace = found[COMPUTATION] / expected if found[COMPUTATION] > 0 and expected else 1.0
-        tried = tried.paced(pace, codecs=False)
+        changes, tried = {COMPUTATION: pace}, fitted.paced(pace, codecs=False)
+        of_lanes = _lane_error(record, tried, found)
+        for part, factor in _lane_factors(record, tried, found).items():
+            if factors.get(part, 1.0) * factor < _LEAST:
+                continue
+            scaled = _scaled(tried, part, factor)
+            if (less := _lane_error(record, scaled, found)) < of_lanes:
+                tried, changes[part], of_lanes = scaled, factor, less
         before, error = error, _error(record, tried, found)
         if error >= before:
             break
         fitted = tried
-        for part, factor in (changes | {COMPUTATION: pace}).items():
+        for part, factor in changes.items():
             factors[part] = factors.get(part, 1.0) * factor
     if record.plan.residence == Residence():
         fitted = fitted.with_(**{name: getattr(profile, name) for name in _OF_THE_HOST})
@@ -106,13 +102,19 @@ def _fitted_figures(run: RunRecord, profile: Profile) -> dict[str, float]:
 def _expected(run: RunRecord, profile: Profile) -> dict[str, float]:
     """The figures of a run's step, by a profile."""
     job = job_of(run, profile)
-    return {figure.name: figure.amount for figure in expectation(job, price_plan(job, run.plan)).figures}
+    return {figure.name: figure.amount for figure in times(job, price_plan(job, run.plan))}
 
 
 def _error(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> float:
     """Seconds by which figures of a run differ from what a profile expects of them, added up."""
     expected = _expected(run, profile)
     return sum(abs(expected[name] - amount) for name, amount in found.items())
+
+
+def _lane_error(run: RunRecord, profile: Profile, found: Mapping[str, float]) -> float:
+    """The part of :func:`_error` that transfers and codecs have, whatever else the step takes."""
+    expected = lane_seconds(job_of(run, profile), run.plan)
+    return sum(abs(seconds - found[name]) for name, seconds in expected.items() if name in found)
 
 
 def _part_of(row: CollectiveRow | CodecRow) -> str:
@@ -152,4 +154,4 @@ def _lane_factors(run: RunRecord, profile: Profile, found: Mapping[str, float]) 
     matters = _SHARE * max(found[name] for name in names) * np.eye(len(parts))
     matrix = np.vstack([np.array(shares).T, matters])
     changes, *_ = np.linalg.lstsq(matrix, np.concatenate([wrong, np.zeros(len(parts))]), rcond=None)
-    return {part: max(_LEAST, 1 + float(change)) for part, change in zip(parts, changes, strict=True)}
+    return {part: 1 + float(change) for part, change in zip(parts, changes, strict=True)}
