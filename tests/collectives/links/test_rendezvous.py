@@ -90,8 +90,27 @@ def test_absent_ranks_are_waited_for_until_the_timeout_only(capfd: pytest.Captur
 def test_a_variable_that_is_missing_is_named() -> None:
     with pytest.raises(UsageError, match="MASTER_PORT"):
         Rendezvous.of({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
-    with pytest.raises(UsageError, match="'two'"):
-        Rendezvous.of({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "port", "named"),
+    [
+        ("0", "two", "1", "'two'"),
+        ("0", "0", "1", r"RANK = 0, WORLD_SIZE = 0: ranks are 0 to WORLD_SIZE - 1"),
+        ("2", "2", "1", "RANK = 2, WORLD_SIZE = 2:"),
+        ("-1", "2", "1", "RANK = -1, WORLD_SIZE = 2:"),
+        ("1", "2", "99999", "MASTER_PORT = 99999: ports are 1 to 65535"),
+        ("0", "1", "-5", "MASTER_PORT = -5:"),
+        ("0", "2", "0", "MASTER_PORT = 0:"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(rank: str, world: str, port: str, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        Rendezvous.of({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port})
+
+
+def test_one_rank_may_meet_at_any_port() -> None:
+    assert Rendezvous.of({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}).port == 0
 
 
 @pytest.fixture

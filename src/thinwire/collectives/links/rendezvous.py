@@ -61,14 +61,19 @@ class Rendezvous:
         """Read the rendezvous from environment variables.
 
         Raises:
-            UsageError: A variable is missing or not a number.
+            UsageError: A variable is missing, not a number, or out of range.
         """
         try:
+            rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+            if not 0 <= rank < world:
+                raise ValueError(f"RANK = {rank}, WORLD_SIZE = {world}: ranks are 0 to WORLD_SIZE - 1")
+            if not (world > 1) <= port <= 65535:
+                raise ValueError(f"MASTER_PORT = {port}: ports are 1 to 65535, or 0 for any free one if WORLD_SIZE = 1")
             return cls(
-                int(environment["RANK"]),
-                int(environment["WORLD_SIZE"]),
+                rank,
+                world,
                 environment["MASTER_ADDR"],
-                int(environment["MASTER_PORT"]),
+                port,
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"],
             )
