@@ -20,6 +20,8 @@ from thinwire.collectives.job.current import job
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
 
+pytestmark = pytest.mark.ranks
+
 CLOSED = "[pair.cc:539] Connection closed by peer [127.0.0.1]:29500"
 ADVICE = ". This is typically caused by a remote worker crashing. Review the logs. GLHF!"
 SILENT = f"Rank 1 {failures._SILENT}."
@@ -65,7 +67,6 @@ def on_axis() -> Callable[[], object]:
     return exchange
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("prepare", [on_control, on_lane, on_axis])
 @on_ranks(2)
 def test_an_error_of_a_signal_handler_stays_what_it_is(
