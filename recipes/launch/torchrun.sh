@@ -25,6 +25,8 @@ node_rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}  # the latter is set by Kubern
 if ((nnodes > 1)); then
   meeting=(--rdzv-backend c10d --rdzv-id "${JOB_ID:-thinwire}"
     --rdzv-endpoint "${MASTER_ADDR:?name the node that the others meet on}:${MASTER_PORT:-29500}")
+  # Without it, ranks of a node that stayed look for those of one that comes back as the first where they met before.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
   if [[ -n $node_rank ]]; then
     meeting+=(--rdzv-conf "is_host=$([[ $node_rank == 0 ]] && echo true || echo false)")
   fi

@@ -32,7 +32,7 @@ ELSEWHERE = {
     r"\$ source ": "is for the reader's shell",
     r"\$ \S*python -m pytest": "is what runs this",
     r"\$ srun ": "needs SLURM",
-    r"\$ torchrun --nnodes": "needs several machines",
+    r"\$ (\w+=1 )?torchrun --nnodes": "needs several machines",
     r" (python|torchrun) (--nproc-per-node 2 )?train\.py": "the reader's script, or the README's, which has a test",
     r"my-plan\.toml|runs/7b|~/models|/my/text": "has files of the reader's",
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",

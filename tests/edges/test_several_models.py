@@ -460,12 +460,3 @@ def optimizer_of_none(folder: str) -> None:
 def test_one_sentence(program: Callable[[str], None], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=f"{UsageError.__name__}: .*{sentence}"):
         run_ranks(2, program, str(tmp_path))
-
-
-@on_ranks(2)
-def test_a_rank_without_a_batch_is_named_on_every_rank() -> None:
-    model = tw.shard(Net(), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))
-    mine = [torch.ones(2, 8)] * (0 if dist.get_rank() == 1 else 2)
-    with pytest.raises(UsageError, match=r"^no batch for thinwire\.join on rank 1: give every rank at least one$"):
-        list(tw.join(model, mine))
-    assert not list(tw.join(model, []))

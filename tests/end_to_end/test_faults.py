@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -366,19 +366,25 @@ def kill_host(launcher: subprocess.Popen[str]) -> None:
         os.kill(process, signal.SIGKILL)
 
 
+def elastic_hosts(runs: Runs, name: str, ranks: int) -> Callable[..., subprocess.Popen[str]]:
+    """What starts launchers of some ranks each, which stand for hosts; the first hosts the rendezvous."""
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", name)
+    size = ("--nnodes", "1:2", "--nproc-per-node", str(ranks), "--max-restarts", "2")
+
+    def host(number: int, *arguments: str, address: str = "localhost") -> subprocess.Popen[str]:
+        settings = ("--rdzv-conf", f"is_host={int(number == 0)},last_call_timeout=5", "--local-addr", address)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *size, *meeting, *settings)
+        return runs.start(name, "--elastic", *arguments, command=(*torchrun, "-m", "thinwire.cli.main"))
+
+    return host
+
+
 @pytest.mark.slow
 def test_torchrun_continues_without_a_lost_host(runs: Runs) -> None:
     """Two launchers of two ranks each stand for two hosts."""
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "elastic")
-    size = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--local-addr", "localhost")
-
-    def host(number: int) -> subprocess.Popen[str]:
-        settings = f"is_host={int(number == 0)},last_call_timeout=5"
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *size, *meeting, "--rdzv-conf", settings)
-        more = ("--elastic", "--set", "train.steps=300", "--set", "train.global_batch=16", "--set", "cluster.nproc=2")
-        return runs.start("hosts", *more, command=(*torchrun, "-m", "thinwire.cli.main"))
-
-    stays, goes = host(0), host(1)
+    start = elastic_hosts(runs, "hosts", 2)
+    more = ("--set", "train.steps=300", "--set", "train.global_batch=16", "--set", "cluster.nproc=2")
+    stays, goes = start(0, *more), start(1, *more)
     runs.wait_for_step("hosts", 50, stays)
     assert "mesh = { local = 2, nodes = 2 }" in (runs.directory / "hosts/plan.toml").read_text()
     kill_host(goes)
@@ -389,3 +395,19 @@ def test_torchrun_continues_without_a_lost_host(runs: Runs) -> None:
     assert "resumed from" in output
     assert len(runs.losses("hosts")) == 300
     assert [record["samples"] for record in runs.records("hosts")] == [16 * step for step in range(1, 301)]
+
+
+@pytest.mark.slow
+def test_torchrun_continues_with_a_host_that_comes_back(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address sorts before that of the host that stayed, so it becomes the first."""
+    (variable,) = re.findall(r"^\$ (\w+)=1 torchrun --nnodes 1:2", (ROOT / "docs/faults.md").read_text(), re.MULTILINE)
+    monkeypatch.setitem(runs.environment, variable, "1")
+    start = elastic_hosts(runs, "back", 1)
+    more = ("--set", "train.steps=400", "--set", "checkpoint.every=20", "--set", "cluster.timeout=20s")
+    stays = start(0, *more)
+    runs.wait_for_step("back", 20, stays)
+    comes = start(1, *more, address="127.0.0.1")
+    said = [process.communicate(timeout=200) for process in (stays, comes)]
+    assert [stays.returncode, comes.returncode] == [0, 0], said
+    assert "2 ranks instead of 1" in str(said)
+    assert len(runs.losses("back")) == 400

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.collectives.group import Meter, Subgroup, connect
-from thinwire.collectives.links.connections import Connections
+from thinwire.collectives.links.connections import Connections, is_of_transport
 from thinwire.collectives.links.nccl import Membership, backend_maker
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError, UsageError
@@ -56,6 +56,8 @@ class MemberGroup(Subgroup):
         try:
             self._links = connect(membership, backend_maker(membership.device)) if self.size > 1 else None
         except RuntimeError as error:
+            if not is_of_transport(error):
+                raise
             raise self._explained("connection", error) from error
 
     def leave(self) -> None:
@@ -83,6 +85,8 @@ class MemberGroup(Subgroup):
             yield self._links
         except RuntimeError as error:
             self._has_failed = True
+            if not is_of_transport(error):
+                raise
             sent = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
             raise self._explained(f"{kind} of {sent} bytes", error) from error
 

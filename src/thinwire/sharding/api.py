@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
@@ -32,6 +31,7 @@ from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optimizer.making import build_optimizer
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
+from thinwire.sharding.runtime.joining import joined
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
@@ -218,37 +218,18 @@ def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Ite
     """Iterate over batches when ranks may have different numbers of them, like DDP's ``join``.
 
     A rank that runs out of batches repeats its last batch, so that it takes part in every exchange. Its gradients then
-    count as zero, and means are still over all ranks. Iteration ends on all ranks together. A batch costs 16 bytes.
+    count as zero, and means are still over all ranks. Iteration ends on all ranks together. A batch costs 16 bytes. The
+    loop may take keys out of a batch: a repeated one has them again.
 
     Args:
         model: A sharded model, or several that are trained on the same batches by the same ranks.
         batches: Batches of this rank, at least one.
 
     Raises:
-        UsageError: On every rank, if one of them has no batch at all and another one has.
+        UsageError: On every rank, if one of them has no batch at all and another one has, or if a batch is an iterator,
+            which cannot be repeated.
     """
-    runtimes = _runtimes_of(model)
-    ranks, iterator = runtimes[0].everyone, iter(batches)
-    missing = object()
-    last: Any = missing
-    try:
-        while True:
-            current = next(iterator, missing)
-            had_none = current is missing and last is missing
-            going, idle = ranks.all_reduce_mean([float(current is not missing), float(had_none)])
-            if not going:
-                return
-            if idle:
-                which = zip(ranks.ranks, ranks.all_gather_typed(had_none, Typed[bool](bool)), strict=True)
-                names = " and ".join(f"rank {rank}" for rank, without in which if without)
-                raise UsageError(f"no batch for thinwire.join on {names}: give every rank at least one")
-            for runtime in runtimes:
-                runtime.count_gradients(wanted=current is not missing)
-            last = last if current is missing else current
-            yield last
-    finally:
-        for runtime in runtimes:
-            runtime.count_gradients(wanted=True)
+    return joined(_runtimes_of(model), batches)
 
 
 def join_islands(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
 from thinwire.collectives.job.torch_groups import named_group
+from thinwire.collectives.links.connections import is_of_transport
 from thinwire.collectives.links.gloo import close_connections
 from thinwire.collectives.memory import stored_once
 from thinwire.errors import CollectiveError, UsageError
@@ -100,12 +101,15 @@ class Control:
 
     @contextlib.contextmanager
     def _doing(self, what: str) -> Iterator[None]:
-        """Context of an exchange of the group: the roll call watches it, and its errors are explained."""
+        """Context of an exchange of the group: the roll call watches it, and errors of the transport are
+        explained."""
         started = time.monotonic()
         with contextlib.nullcontext() if self._place is None else self._place.doing(what):
             try:
                 yield
             except RuntimeError as error:
+                if not is_of_transport(error):
+                    raise
                 raise failure_of(error, started, what, self._purpose, self.ranks) from error
 
     def barrier(self) -> None:

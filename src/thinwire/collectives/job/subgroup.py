@@ -23,7 +23,7 @@ from thinwire.collectives.job.connecting import links_of
 from thinwire.collectives.job.current import job
 from thinwire.collectives.job.failures import failure_of
 from thinwire.collectives.job.rollcall import MeetingPlace
-from thinwire.collectives.links.connections import Connections
+from thinwire.collectives.links.connections import Connections, is_of_transport
 from thinwire.errors import UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -191,7 +191,7 @@ class Subgroup:
     def _performing(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], nbytes: int
     ) -> Iterator[Connections]:
-        """Context of an exchange of ``nbytes``: the roll call watches it, and its errors are explained."""
+        """Context of an exchange of ``nbytes``: the roll call watches it, and errors of the transport are explained."""
         assert self._links is not None
         started = time.monotonic()
         # NCCL's exchanges are asynchronous and have a watchdog.
@@ -199,6 +199,8 @@ class Subgroup:
             try:
                 yield self._links
             except RuntimeError as error:
+                if not is_of_transport(error):
+                    raise
                 raise failure_of(error, started, kind, self.lane, self.ranks, nbytes) from error
 
     def _alone(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -46,3 +47,10 @@ class Connections(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the connections, which are idle."""
+
+
+def is_of_transport(error: RuntimeError) -> bool:
+    """Whether an exchange has raised an error itself, and not a signal handler that ran meanwhile. That of torch's
+    DataLoader, for one, raises a RuntimeError wherever the main thread is when a worker has died."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return str(innermost.f_globals.get("__name__")).startswith(("thinwire.", "torch.distributed."))

@@ -32,6 +32,13 @@ _ARRIVALS = "thinwire/arrivals"
 """Key in torchrun's store that counts the ranks of all attempts. Under this key and its number, each rank leaves a
 random word."""
 
+_ALIKE = (
+    "see whether all hosts run the same command; if a host has come back to the job, start torchrun with "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host"
+)
+"""Remedy where ranks look for each other in different stores: torchrun's agent remembers that of an earlier attempt
+unless it becomes the first."""
+
 _POLL = 0.02
 """Seconds between two checks for new arrivals."""
 
@@ -61,14 +68,19 @@ class Rendezvous:
         """Read the rendezvous from environment variables.
 
         Raises:
-            UsageError: A variable is missing or not a number.
+            UsageError: A variable is missing, not a number, or out of range.
         """
         try:
+            rank, world, port = (int(environment[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+            if not 0 <= rank < world:
+                raise ValueError(f"RANK = {rank}, WORLD_SIZE = {world}: ranks are 0 to WORLD_SIZE - 1")
+            if not (world > 1) <= port <= 65535:
+                raise ValueError(f"MASTER_PORT = {port}: ports are 1 to 65535, or 0 for any free one if WORLD_SIZE = 1")
             return cls(
-                int(environment["RANK"]),
-                int(environment["WORLD_SIZE"]),
+                rank,
+                world,
                 environment["MASTER_ADDR"],
-                int(environment["MASTER_PORT"]),
+                port,
                 environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"],
             )
@@ -138,8 +150,7 @@ class Rendezvous:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank 0 has waited for the other ranks at {self.where}, torchrun's store, for "
-                    f"{timeout.total_seconds():.0f} s: {present} of {self.world} came; see whether all hosts run the "
-                    "same command"
+                    f"{timeout.total_seconds():.0f} s: {present} of {self.world} came; {_ALIKE}"
                 )
             counted, before = store.add(_ARRIVALS, 0), counted
             unanswered += [f"{_ARRIVALS}/{number + 1}" for number in range(before, counted)]
@@ -157,7 +168,7 @@ class Rendezvous:
         except RuntimeError as error:
             raise UsageError(
                 f"rank {self.rank} has reached torchrun's store at {self.where}, but rank 0 has not answered there "
-                f"within {timeout.total_seconds():.0f} s; see whether all hosts run the same command"
+                f"within {timeout.total_seconds():.0f} s; {_ALIKE}"
             ) from error
         part = store.get(f"thinwire/{word}").decode()
         store.add(f"{part}/here", 1)
