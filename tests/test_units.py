@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.errors import SpecError
+from thinwire.errors import SpecError, UsageError
 from thinwire.units import (
     format_bandwidth,
     format_bytes,
@@ -19,6 +20,7 @@ from thinwire.units import (
     parse_bandwidth,
     parse_bytes,
     parse_duration,
+    whole,
 )
 
 
@@ -163,3 +165,14 @@ def test_numbers_are_those_that_floats_hold(value: object) -> None:
 @pytest.mark.parametrize("value", [10**400, math.nan, math.inf, "3", None, [3]])
 def test_all_else_is_no_number(value: object) -> None:
     assert not is_number(value)
+
+
+@pytest.mark.parametrize(("value", "number"), [(3, 3), (1e6, 10**6), (1, 1)])
+def test_whole_numbers(value: object, number: int) -> None:
+    assert whole("every", value) == number
+
+
+@pytest.mark.parametrize("value", [0, 1.5, math.nan, math.inf, "3", None, [3]])
+def test_all_else_is_refused_by_its_name(value: object) -> None:
+    with pytest.raises(UsageError, match=f"^every = {re.escape(repr(value))} should be a whole number of at least 1$"):
+        whole("every", value)

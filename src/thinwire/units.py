@@ -6,10 +6,12 @@ seconds. Decimal prefixes are powers of 1000, ``Ki``/``Mi``/... are powers of 10
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from thinwire.errors import SpecError
+from thinwire.errors import SpecError, UsageError
 
 _QUANTITY = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
 
@@ -96,9 +98,20 @@ def parse_count(value: int | str) -> int:
     return int(number * factor)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a value is a finite number that is not too large for a ``float``, which a whole number may be."""
-    return isinstance(value, int | float) and abs(value) < 1e300
+    return issubclass(type(value), numbers.Real) and bool(abs(value) < 1e300)  # NumPy's, too
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """An argument that should be a whole number.
+
+    Raises:
+        UsageError: It is none, or below ``least``.
+    """
+    if is_number(value) and value % 1 == 0 and value >= least:
+        return int(value)
+    raise UsageError(f"{name} = {value!r} should be a whole number of at least {least}")
 
 
 def format_bytes(size: float) -> str:

@@ -176,7 +176,8 @@ def test_parameter_groups_in_every_form(name: str) -> None:
 @on_ranks(4)
 def test_wrong_groups_are_named() -> None:
     model = tw.shard(build(Stack), plan("zero3"))
-    wrong: list[tuple[list[dict[str, Any]], str]] = [
+    wrong: list[tuple[Any, str]] = [
+        ({"params": ["last.*"]}, "give a list of tables"),
         (
             [{"params": ["bocks.*"]}],
             r"param_groups[0]: pattern 'bocks.*' matches no parameter; names look like 'first.",

@@ -192,6 +192,12 @@ def refusals_job() -> None:
     model = DistributedDataParallel(net())
     with pytest.raises(UsageError, match=r"axis ddp: nodes = 3 does not divide its 4 ranks.*nodes=1 for a single hop"):
         tw.compress_ddp(model, "int8:256", nodes=3)
+    for wrong in ({"nodes": "2"}, {"nodes": 0}, {"min_numel": "1k"}, {"min_numel": -1}):
+        for compress, wrapped in ((tw.compress_ddp, model), (tw.compress_fsdp, net())):
+            with pytest.raises(UsageError, match=f"{next(iter(wrong))} = .* should be a whole number"):
+                compress(wrapped, "int8:256", **wrong)
+    with pytest.raises(UsageError, match=r"comes after DistributedDataParallel\(module\)"):
+        tw.compress_ddp(net(), "int8:256")
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"),
         pytest.raises(UsageError, match=r"runs of \[3, 1\] on nodes of 3 ranks \(LOCAL_WORLD_SIZE\).*nodes=1"),

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import thinwire as tw
 from thinwire import codecs
 from thinwire.errors import CollectiveError, SpecError, UsageError
+from thinwire.intercept.mesh import ROLES
 from thinwire.intercept.scope import in_step
 from thinwire.testing import RankError, RankPool, run_ranks
 
@@ -217,6 +218,19 @@ def misuse_job() -> None:
         tw.compress_mesh(mesh, "zip")
     with pytest.raises(UsageError, match="takes a module or a pipeline schedule, not int"):
         tw.mark_steps(3)
+    with pytest.raises(UsageError, match="takes a module or a pipeline schedule, not SGD"):
+        tw.mark_steps(torch.optim.SGD([torch.ones(1)]))
+    for wrong in (lambda: tw.compress_axis("tp", "tp", "zfp:8"), lambda: tw.compress_mesh("tp", "hybrid")):
+        with pytest.raises(UsageError, match="mesh = 'tp' is no DeviceMesh"):
+            wrong()
+    with pytest.raises(UsageError, match="group = None is no process group"):
+        tw.compress_group(None, "zfp:8")
+    with pytest.raises(UsageError, match="no axis 'zz', valid are dp, tp"):
+        tw.compress_mesh(mesh, "hybrid", {**ROLES, "zz": "dp"})
+    with pytest.raises(SpecError, match="is not a policy"):
+        tw.compress_mesh(mesh, None)
+    with pytest.raises(SpecError, match="is not a codec"):
+        codecs.get(None)
     with pytest.raises(UsageError, match=r"the options that thinwire\.axis_backend"):
         mesh_of(backend_override={"tp": ("thinwire", dist.ProcessGroupGloo._Options())})
     groups = tw.compress_mesh(mesh_of((4,), ("x",)), "zhybrid:24-8", {"x": "dp"})

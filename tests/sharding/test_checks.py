@@ -48,9 +48,20 @@ def test_no_models_are_refused() -> None:
 @on_ranks(2)
 def test_values_out_of_their_range() -> None:
     model = tw.shard(nn.Linear(2, 2), tw.Plan.preset("zero1", nodes=1, local=2))
-    for share in (-0.1, 50, math.nan):
+    wrong: Any = "0.5"
+    for share in (-0.1, 50, math.nan, wrong):
         with pytest.raises(UsageError, match="from 0 to 1"):
             tw.progress(model, share)
+    for norm in (None, "much"):
+        with pytest.raises(UsageError, match=f"max_norm = {norm!r}: give a number"):
+            tw.clip_grad_norm_(model, norm)
+    for prefix in ("model.", 7):
+        with pytest.raises(UsageError, match=f"prefix = {prefix!r}: no name .* 'weight'"):
+            tw.publisher(model, "store", prefix=prefix)
+    with pytest.raises(UsageError, match="not ShardedParameter: call"):
+        tw.ignore(model.weight)
+    with pytest.raises(UsageError, match="mesh = 'dp' is no DeviceMesh"):
+        tw.shard(nn.Linear(2, 2), tw.Plan.preset("zero1", nodes=1, local=2), mesh="dp")
     with pytest.raises(UsageError, match="valid are whole, encoded"), tw.generating(model, keep="all"):
         pass
 

@@ -241,6 +241,7 @@ def test_a_sweep_has_an_end(sweep: str, complaint: str) -> None:
 def test_settings_disturb_a_step_and_change_it() -> None:
     runner = CliRunner()
     plain = json.loads(runner.invoke(app, [*STEP, "--json"]).stdout)
+    assert runner.invoke(app, [*STEP[:-1], "zero3", "--json"]).exit_code == 0  # as for thinwire train
     slow = json.loads(runner.invoke(app, [*STEP, "--set", "straggler=1.5", "--json"]).stdout)
     assert slow["step_seconds"] == plain["step_seconds"]
     assert slow["disturbed"]["median"] > 1.3 * plain["step_seconds"]
@@ -263,6 +264,8 @@ def test_settings_disturb_a_step_and_change_it() -> None:
         ([*STEP, "--set", "jitter=2"], "jitter = 2: it should be less than or equal to 1"),
         ([*STEP, "--set", "straggler=0.5"], "straggler = 0.5: it should be greater than or equal to 1"),
         ([*STEP, "--set", "stragler=2"], "stragler"),
+        ([*STEP, "--set", "cluster.links.nic.bandwidth=25gbit"], "such as internode_gbps=25"),
+        ([*STEP[:-1], "zreo3"], "there is no preset 'zreo3'"),
         (["sim", "--cases", "cases.json", "--set", "seq=8"], "--set seq=8 has no use with --cases"),
         ([*STEP, "--memory", "--set", "seq=8"], "--set seq: only keys of the cluster can be set here"),
     ],

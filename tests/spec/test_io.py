@@ -79,6 +79,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"nothing\.toml.*\n.*No such file"):
         read_toml_file(tmp_path / "nothing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SpecError, match=r"None: .*\n.* it is no path"):
+        read_toml_file(None)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="not UTF-8"):
         Outer.load(tmp_path / "binary.toml")
 

@@ -95,6 +95,8 @@ def test_every_problem_at_once_with_suggestions(path: Path) -> None:
     ("setting", "why"),
     [
         ("data.paths=/a.txt", """= '/a.txt' should be a list, for example ["/a.txt"]"""),
+        ("optimizer.betas=0.9", "= 0.9 should be a list, for example [0.9, 0.95]"),
+        ("checkpoint.timeout=0", "should be greater than 0"),
         ("train.trackers=2026-01-01", "should be a list"),
         ("optimizer.betas=[0.9, 1.0]", "should be less than 1"),
         ("optimizer.weight_decay=inf", "finite number"),

@@ -328,7 +328,7 @@ def test_a_last_version_that_does_not_arrive_is_said(
         assert left_out == skipped
 
 
-@pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1)])
-def test_numbers_are_checked(number: str, value: int) -> None:
+@pytest.mark.parametrize(("number", "value"), [("every", 0), ("anchor_every", -1), ("fold_every", -1), ("every", 1.5)])
+def test_numbers_are_checked(number: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{number} = {value}"):
         tw.publisher(nn.Linear(1, 1), "x", **{number: value})

@@ -18,8 +18,10 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
     """A directory that is given by its path.
 
     Raises:
-        UsageError: A URL is given, which as a path would be a directory of this name here.
+        UsageError: A URL is given, which as a path would be a directory of this name here, or no path.
     """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise UsageError(f"path = {path!r}: give the directory of a checkpoint, such as 'checkpoints/step-100'")
     if _URL.match(os.fspath(path)):
         raise UsageError(
             f"{os.fspath(path)}: checkpoints are directories of a file system that all ranks share, and this is a URL: "

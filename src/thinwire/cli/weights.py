@@ -128,6 +128,7 @@ def serve_weights(
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         server = weights_server(store, host, port, None if keys is None else OfDirectory.read(keys))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        typer.echo(f"{store} at http{'' if keys is None else 's'}://{host}:{server.server_port}")
+        missing = "" if store.is_dir() else ", which is not there yet,"
+        typer.echo(f"{store}{missing} at http{'' if keys is None else 's'}://{host}:{server.server_port}")
         signal.sigwait(signals)
         server.shutdown()

@@ -31,7 +31,7 @@ def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torc
         SpecError: No codec has this name, or a codec of another package cannot be loaded.
         UsageError: No backend has this name, or it does not work on this machine.
     """
-    codec = CodecSpec(spec) if isinstance(spec, str) else spec
+    codec = spec if isinstance(spec, CodecSpec) else CodecSpec(str(spec))
     return _make(codec, backend or default_backend(device))
 
 

@@ -19,6 +19,7 @@ from thinwire.intercept.group import CompressingGroup
 from thinwire.intercept.mesh import compress_group
 from thinwire.intercept.scope import StepMarks, mark_steps
 from thinwire.spec import CodecSpec
+from thinwire.units import whole
 
 _Compressed = Callable[[dist.ProcessGroup], CompressingGroup]
 
@@ -101,6 +102,8 @@ def compress_fsdp(
         UsageError: ``fully_shard`` has not been called on the model or any of its modules. Or, in the first step, nodes
             have different numbers of ranks.
     """
+    # Groups are made in the first step, which is late for a wrong number.
+    min_numel, nodes = whole("min_numel", min_numel, 0), None if nodes is None else whole("nodes", nodes)
     compressed = _compressed(AxisCodecs.of(codec, gather=gather, inside=inside), min_numel, nodes)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -137,8 +140,11 @@ def compress_ddp(
         The group of the communication hook. :meth:`CompressingGroup.traffic` reports what it sent.
 
     Raises:
-        UsageError: The process group is compressed already, or nodes have different numbers of ranks.
+        UsageError: The model is not wrapped, its process group is compressed already, or nodes have different numbers
+            of ranks.
     """
+    if not hasattr(model, "process_group"):
+        raise UsageError(f"compress_ddp() comes after DistributedDataParallel(module): {type(model).__name__} is none")
     if isinstance(model.process_group, CompressingGroup):
         raise UsageError(
             f"axis {model.process_group.axis} is compressed already: leave out compress_ddp(), or do not compress it"

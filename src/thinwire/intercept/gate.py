@@ -15,6 +15,7 @@ from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
+from thinwire.units import whole
 
 MIN_NUMEL = 1024
 """Tensors with fewer values are sent unencoded: losses, norms, counters."""
@@ -81,7 +82,7 @@ class EncodingGate:
     ) -> None:
         self.codecs, self.nodes = codecs_of_axis, nodes
         self.missed_step = False
-        self._size, self._min_numel, self._always = size, min_numel, always
+        self._size, self._min_numel, self._always = size, whole("min_numel", min_numel, 0), always
         self._inside = codecs_of_axis.reduce if codecs_of_axis.inside is None else codecs_of_axis.inside
         self._specs: dict[Operation, CodecSpec] = {
             "reduce": self._inside if nodes == 1 else codecs_of_axis.reduce,

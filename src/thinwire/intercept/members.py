@@ -22,6 +22,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
+from thinwire.units import whole
 
 
 def part_of(membership: Membership, part: str, members: Sequence[int]) -> Membership:
@@ -143,7 +144,8 @@ def count_nodes(ranks: Sequence[int], nodes: int | None, axis: str) -> int:
         UsageError: The nodes do not have equally many consecutive members.
     """
     if nodes is not None:
-        if nodes < 1 or len(ranks) % nodes:
+        nodes = whole("nodes", nodes)
+        if len(ranks) % nodes:
             raise UsageError(
                 f"axis {axis}: nodes = {nodes} does not divide its {len(ranks)} ranks into equal parts; "
                 "pass a divisor, or nodes=1 for a single hop"

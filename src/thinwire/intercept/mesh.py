@@ -105,8 +105,8 @@ def compress_axis(
         UsageError: The mesh has no such axis, or is of other devices.
         SpecError: A codec is misspelt.
     """
-    if axis not in (mesh.mesh_dim_names or ()):
-        raise UsageError(f"the mesh has no axis {axis!r}, valid are {', '.join(mesh.mesh_dim_names or ()) or 'none'}")
+    if axis not in (axes := _axes_of(mesh)):
+        raise UsageError(f"the mesh has no axis {axis!r}, valid are {', '.join(axes) or 'none'}")
     if mesh.device_type not in DEVICES:
         raise UsageError(
             f"axis {axis!r} cannot be compressed on {mesh.device_type} devices, valid are {' and '.join(DEVICES)}"
@@ -144,13 +144,15 @@ def compress_mesh(
         The groups by axis.
 
     Raises:
-        UsageError: An axis has no known role.
+        UsageError: An axis has no known role, or the mesh has no axis for which a role is given.
         SpecError: No policy has that name.
     """
-    chosen = HybridPolicy.parse(policy) if isinstance(policy, str) else policy
-    roles = ROLES if roles is None else roles
+    chosen = policy if isinstance(policy, HybridPolicy) else HybridPolicy.parse(str(policy))
+    roles, axes = ROLES if roles is None else roles, _axes_of(mesh)
+    if strange := [axis for axis in roles if axis not in (*axes, *ROLES)]:
+        raise UsageError(f"roles: the mesh has no axis {strange[0]!r}, valid are {', '.join(axes) or 'none'}")
     groups = {}
-    for axis in mesh.mesh_dim_names or ():
+    for axis in axes:
         role = roles.get(axis)
         if role not in ("dp", "tp", "pp"):
             raise UsageError(
@@ -186,6 +188,10 @@ def compress_group(
         min_numel: Tensors with fewer values are sent unencoded.
         always: Encode outside training steps too.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        raise UsageError(
+            f"group = {group!r} is no process group of this rank: give torch.distributed.group.WORLD for all ranks"
+        )
     codecs = AxisCodecs.of(codec, gather=gather, send=send)
     compressed = _wrapped(group, axis or str(group.group_desc), codecs, min_numel, always=always, owns_inner=False)
     _register(compressed, group, f"{group.group_name}/thinwire-{compressed.number}")
@@ -206,6 +212,12 @@ def axis_traffic(mesh: DeviceMesh | None = None, *, reset: bool = False) -> dict
             name = group.axis if group.axis not in traffic else f"{group.axis}, group {group.group_name}"
             traffic[name] = group.traffic(reset=reset)
     return traffic
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"mesh = {mesh!r} is no DeviceMesh: give one, as of init_device_mesh(device, shape)")
+    return mesh.mesh_dim_names or ()
 
 
 def _wrapped(

@@ -116,7 +116,7 @@ def mark_steps(target: Any) -> StepMarks:
     """
     if isinstance(target, nn.Module):
         return _mark_module(target)
-    if callable(getattr(target, "step", None)):
+    if callable(getattr(target, "step", None)) and not isinstance(target, torch.optim.Optimizer):
         return _mark_schedule(target)
     raise UsageError(
         f"mark_steps() takes a module or a pipeline schedule, not {type(target).__name__}; "

@@ -395,8 +395,6 @@ def progress(model: nn.Module, share: float) -> None:
     Raises:
         UsageError: The share is below 0 or above 1.
     """
-    if not 0 <= share <= 1:
-        raise UsageError(f"progress(share={share!r}): the share of training that is done is from 0 to 1")
     runtime_of(model).progress(share)
 
 

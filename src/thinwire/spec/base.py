@@ -352,7 +352,8 @@ def _problem(cls: type[Spec], detail: ErrorDetails) -> Problem:
     if isinstance(cause, SpecError):
         return Problem(key, f"= {'; '.join(cause.problems)}")  # which begin with the value
     if kind in ("tuple_type", "list_type"):
-        return Problem(key, f"= {value!r} should be a list, for example {json.dumps([value], default=str)}")
+        example = field.default if isinstance(field.default, tuple) and not rest else ()  # it may need several items
+        return Problem(key, f"= {value!r} should be a list, for example {json.dumps(example or [value], default=str)}")
     says = detail["msg"].removeprefix("Input ")
     return Problem(key, f"= {value!r}: it {says[:1].lower()}{says[1:]}")
 

@@ -47,6 +47,8 @@ def read_text(path: str | Path) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+    except TypeError as error:
+        raise SpecError(repr(path), "cannot be read: it is no path") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(str(path), f"cannot be read: {reason}") from error

@@ -243,6 +243,7 @@ class CheckpointRecipe(Spec):
     )
     timeout: Seconds = Field(
         default=3600.0,
+        gt=0,
         description='longest time that a checkpoint may take, for example "10min"; a file system that hangs then fails '
         "the checkpoint",
     )

@@ -18,8 +18,10 @@ from torch import nn
 from thinwire.agreement import Typed
 from thinwire.errors import UsageError
 from thinwire.parallel import ParallelModel
+from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.units import whole
 from thinwire.weights.owned import snapshot
 from thinwire.weights.parts import Kind, Name, Piece, Values, encode, new_run, wanted
 from thinwire.weights.stores import Store
@@ -68,13 +70,18 @@ def publisher(
     On the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last rung.
 
     Raises:
-        UsageError: A number is too small, the store cannot be read, or the plan has elastic islands.
+        UsageError: A number is too small, no name begins with the prefix, the store cannot be read, or the plan has
+            elastic islands.
     """
-    for name, number, least in (("every", every, 1), ("anchor_every", anchor_every, 1), ("fold_every", fold_every, 0)):
-        if number < least:
-            raise UsageError(f"{name} = {number} should be at least {least}")
+    every, anchor_every = whole("every", every), whole("anchor_every", anchor_every)
+    fold_every = whole("fold_every", fold_every, 0)
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
-    return Publisher([runtime_of(part) for part in parts], Store(store), every, anchor_every, fold_every, prefix)
+    runtimes = [runtime_of(part) for part in parts]
+    names = [stored(name) for part in parts for name, _ in part.named_parameters()]
+    matches = isinstance(prefix, str) and any(name.startswith(prefix) for name in names)
+    if not matches and names and runtimes[0].plan.pp == 1:  # else another stage may have such names
+        raise UsageError(f"prefix = {prefix!r}: no name of the model begins with it; they look like {names[0]!r}")
+    return Publisher(runtimes, Store(store), every, anchor_every, fold_every, prefix)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -144,6 +146,31 @@ def test_a_url_is_no_directory(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="this is a URL"):
             tw.save(model, optim, "here", frozen="s3://bucket")
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_wrong_arguments_of_one_rank_are_told_on_both(tmp_path: Path) -> None:
+    model, optim = start()
+    place = tmp_path / "a"
+
+    def mine(wrong: Any, right: Any) -> Any:
+        return wrong if torch.distributed.get_rank() == 1 else right
+
+    wrong: list[tuple[str, Callable[[], object]]] = [
+        ("path = None", lambda: tw.save(model, optim, mine(None, place))),
+        ("path = ''", lambda: tw.load(model, optim, mine("", place))),
+        (r"extra = \[1\]", lambda: tw.save(model, optim, place, extra=mine([1], None))),
+    ]
+    for limit in ("10min", 0, -1.0, float("nan"), 1e30):
+        saving = partial(tw.async_save, model, optim, place, limit=mine(limit, 60.0))
+        wrong.append((re.escape(f"limit = {limit!r}:"), saving))
+    for message, call in wrong:
+        with pytest.raises(UsageError, match=message):
+            call()
+    with pytest.raises(UsageError, match="optim is of type str"):
+        tw.save(model, "dir", optim)  # type: ignore[arg-type]
+    tw.async_save(model, optim, place, limit=60.0).result()
+    tw.load(model, optim, place)
 
 
 def check_failures(directory: str) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.modules.discover import LARGE_LEAF, UnitModules, discover
+from thinwire.sharding.modules.discover import LARGE_LEAF, UnitModules, discover, ignore
 
 
 class Block(nn.Module):
@@ -188,12 +188,13 @@ def test_the_root_may_be_chosen() -> None:
     [
         ("block.0", r"'block.0' is not a module of the model; give modules or names"),
         (nn.Linear(1, 1), r"Linear\(.*\) is not a module of the model"),
+        (nn.Linear, r"Linear'> is not a module of the model; .* isinstance\(module, Block\)"),
         ("blocks", r"'blocks' is a ModuleList, which is never called.*give the modules inside it"),
     ],
 )
 def test_invalid_choices_of_units_are_refused(wanted: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        discover(Model(), [wanted], "block")
+        discover(Model(), wanted if wanted is nn.Linear else [wanted], "block")
     if isinstance(wanted, str) and wanted == "blocks":
         with pytest.raises(UsageError, match=message):
             discover(Model(), lambda name, _: name == wanted, "block")
@@ -223,3 +224,9 @@ def test_a_module_excepted_from_the_cut_stays_whole() -> None:
     ]  # fmt: skip
     assert len(units["blocks.0.mixture"]) == len(units["aside"]) == 6
     assert "blocks.0.mixture" not in owners(discover(model, None, "block", exceptions.get))
+
+
+@pytest.mark.parametrize("wanted", [nn.Linear(1, 1), "head.weight", [nn.Parameter(torch.ones(1))], torch.ones(1)])
+def test_only_parameters_are_ignored(wanted: Any) -> None:
+    with pytest.raises(UsageError, match=rf"not {type(wanted).__name__}: call tw\.ignore\(\*module\.parameters\(\)\)"):
+        ignore(wanted)

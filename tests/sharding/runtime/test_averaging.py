@@ -227,7 +227,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             error = raised(UsageError, call)
             assert str(error).startswith(f"{action} inside average.applied()"), error
     optim.step()  # the gradient has waited
-    for wrong in ({}, {"decay": 0.9, "window": 2}, {"decay": 1.0}, {"window": 0}, {"decay": 0.9}):
+    numbers = {"decay": 1.0}, {"decay": "0.9"}, {"window": 0}, {"window": 1.5}, {"window": float("nan")}
+    for wrong in ({}, {"decay": 0.9, "window": 2}, *numbers, {"decay": 0.9}):
         raised(UsageError, lambda wrong=wrong: tw.average(model, **wrong))
     values = runtime(model).means
     assert values is not None

@@ -176,7 +176,7 @@ def test_what_is_refused() -> None:
     assert nested.startswith("generating() inside generating()")
     assert step.startswith("step() inside generating()")
     assert full.startswith("generating() inside full_parameters()")
-    assert "can keep whole, nothing" in secondary
+    assert "the ranks say 'secondary', and this plan can keep whole, nothing" in secondary
     assert "'nothing'" in differ
 
 

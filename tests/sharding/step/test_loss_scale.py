@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -65,16 +66,18 @@ def test_a_constant_scale_only_counts() -> None:
     [
         ({"growth": 0.5}, "growth should be at least 1"),
         ({"backoff": 0.0}, "backoff should be above 0 and at most 1"),
-        ({"growth_interval": 0}, "growth_interval should be at least 1"),
+        ({"growth_interval": 0}, "growth_interval = 0 should be a whole number of at least 1"),
+        ({"growth_interval": 1.5}, "growth_interval = 1.5 should be a whole number"),
         ({"floor": 0.0}, "floor should be above 0"),
-        ({"initial": 0.5}, "initial should be from floor = 1 to"),
-        ({"initial": float("inf")}, "initial should be from floor = 1 to"),
-        ({"initial": float("nan")}, "initial should be from floor = 1 to"),
+        ({"initial": 0.5}, "initial should be from floor = 1.0 to"),
+        ({"initial": float("inf")}, "initial should be from floor = 1.0 to"),
+        ({"initial": float("nan")}, "initial should be from floor = 1.0 to"),
+        ({"initial": "auto"}, "initial='auto'.*should be from floor = 1.0 to"),
     ],
 )
-def test_values_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
+def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        tw.LossScale(**options)  # type: ignore[arg-type]
+        tw.LossScale(**options)
 
 
 def test_its_state_is_checked() -> None:

@@ -200,7 +200,13 @@ def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
     fields |= {key: value for key, value in given.items() if value is not None}
     if options.tokens_per_step is not None:
         fields.pop("micro_batches", None)  # the plan file's
-    fields = apply_settings(fields, _split(options.settings or (), Disturbance.model_fields)[1])
+    settings = _split(options.settings or (), Disturbance.model_fields)[1]
+    if of_cluster := [setting for setting in settings if setting.startswith("cluster.")]:
+        raise UsageError(
+            f"--set {of_cluster[0]}: a step has its own keys for a named cluster, such as internode_gbps=25, "
+            "nodes_per_leaf or spine_gbps; for others, give a file with --cluster"
+        )
+    fields = apply_settings(fields, settings)
     if isinstance(words := fields.get("overlap"), str):
         names = [word.strip() for word in words.split(",")]
         fields["overlap"] = [] if names == ["none"] else names
@@ -220,9 +226,10 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
     """What a preset or a plan file determines about a case."""
     from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
     from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec.recipe import plan_table
 
-    if plan.startswith("preset:"):
-        return {"plan": plan.removeprefix("preset:")}
+    if (preset := plan_table(plan).get("preset")) and not Path(plan).is_file():
+        return {"plan": preset}
     loaded = Plan.load(plan)
     for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
         if ways > 1:

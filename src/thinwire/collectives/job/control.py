@@ -212,6 +212,8 @@ def ranks_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> tuple[
         raise UsageError("mesh= and group= both say which ranks train the model: give one of them")
     if mesh is None and group is None:
         return None
+    if not isinstance(mesh, DeviceMesh | None):
+        raise UsageError(f"mesh = {mesh!r} is no DeviceMesh: give one, as of init_device_mesh(device, shape)")
     me = dist.get_rank()
     ranks = tuple(mesh.mesh.flatten().tolist()) if mesh is not None else _ranks_of_group(group)
     if me not in ranks:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint import store
-from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.manifest import Manifest, VectorEntry
 from thinwire.collectives.group import Control
 from thinwire.collectives.memory import stored_once
@@ -24,7 +23,7 @@ from thinwire.sharding.checkpointing.encoded_parameters import EncodedForm, want
 from thinwire.sharding.checkpointing.frozen_parameters import check_present
 from thinwire.sharding.checkpointing.manifest_values import NOT_FINITE, check_groups, check_values, groups_in_order
 from thinwire.sharding.checkpointing.names import in_names_of
-from thinwire.sharding.checkpointing.saving import finish_save, frozen_masters, savers
+from thinwire.sharding.checkpointing.saving import agreed_path, finish_save, frozen_masters, savers
 from thinwire.sharding.checkpointing.share_states import FragmentStates
 from thinwire.sharding.checkpointing.stored_parameters import (
     Json,
@@ -55,7 +54,8 @@ log = logging.getLogger("thinwire")
 
 def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`. Every rank has the same number of parts."""
-    path, ranks = directory_of(directory), savers(parts)
+    ranks = savers(parts)
+    path = agreed_path(ranks, directory)
     finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).refuse("load()")

@@ -29,14 +29,14 @@ from typing import Any, Final
 
 import torch
 
-from thinwire.agreement import Typed
+from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
 from thinwire.checkpoint.durable import directory_of
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.collectives.links.streams import streams_of
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, UsageError
 from thinwire.program.wire import spreads_difference
 from thinwire.sharding.checkpointing.encoded_parameters import ENCODED, encoded_forms
 from thinwire.sharding.checkpointing.frozen_parameters import base_for, forget_base, note_save
@@ -60,6 +60,7 @@ from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, share
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.units import is_number
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 _FLAG: Final[Typed[bool]] = Typed(bool)
@@ -80,7 +81,8 @@ def save(
 ) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`. Every rank has the
     same number of parts."""
-    path, ranks = directory_of(path), savers(parts)
+    ranks = savers(parts)
+    path = agreed_path(ranks, path, frozen, extra)
     finish_save(ranks)
     vectors, values, shared = _collect(parts, path, extra)
     base = base_for(parts[0][0], frozen, path, shared, ranks)
@@ -94,6 +96,35 @@ def save(
 def savers(parts: Sequence[ModelAndOptimizer]) -> Control:
     """The ranks that save and load parts of one model together."""
     return runtime_of(parts[0][0]).control
+
+
+def agreed_path(
+    ranks: Control,
+    path: str | Path,
+    frozen: str | Path | None = None,
+    extra: object = None,
+    limit: float | None = None,
+) -> Path:
+    """The directory of a checkpoint, once all ranks have found their arguments right: none waits for one that has not.
+    Collective.
+
+    Raises:
+        UsageError: An argument of a rank is wrong. Raised on every rank.
+    """
+
+    def check() -> None:
+        for place in (path, path if frozen is None else frozen):
+            directory_of(place)
+        if extra is not None and not isinstance(extra, Mapping):
+            raise UsageError(f"extra = {extra!r}: give a table of JSON values, such as {{'epoch': 2}}")
+        if limit is not None and not (is_number(limit) and 0 < limit <= 1e9):
+            raise UsageError(f"limit = {limit!r}: give seconds, above 0 and at most 1e9, or None for no limit")
+
+    def wrong(problems: Mapping[int, str]) -> UsageError:
+        return UsageError(next(iter(problems.values())))
+
+    ranks.agree(check, wrong, NOTHING)
+    return directory_of(path)
 
 
 def start_saving(
@@ -123,7 +154,8 @@ def start_saving(
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
     """
-    path, ranks = directory_of(path), savers(parts)
+    ranks = savers(parts)
+    path = agreed_path(ranks, path, frozen, extra, limit)
     finish_save(ranks)
     if _given_up.get(ranks.ranks):
         _refuse_beside_hanging(path, ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -137,7 +137,12 @@ def states_of(model: nn.Module, optimizers: Optimizers) -> FragmentStates | None
     """
     if optimizers is None or isinstance(optimizers, ShardedOptimizer):
         return optimizers
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    given = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    if not all(hasattr(optimizer, "param_groups") for optimizer in given):
+        raise UsageError(
+            f"optim is of type {type(optimizers).__name__}: give the model's optimizer, several in a list, or None; "
+            "then comes the path"
+        )
     if len(given) == 1 and isinstance(given[0], ShardedOptimizer):
         return given[0]
     return ShareStates(model, given) if given else None

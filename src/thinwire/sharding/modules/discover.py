@@ -28,8 +28,16 @@ def ignore(*parameters: nn.Parameter) -> None:
 
     Args:
         *parameters: Parameters of a model that is not sharded yet.
+
+    Raises:
+        UsageError: An argument is no such parameter.
     """
     for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter) or hasattr(parameter, "live"):  # as shares have it
+            raise UsageError(
+                f"tw.ignore takes parameters of a model that is not sharded yet, not {type(parameter).__name__}: call "
+                "tw.ignore(*module.parameters()) before tw.shard"
+            )
         object.__setattr__(parameter, _IGNORED, True)
 
 
@@ -96,14 +104,15 @@ def _selected(model: nn.Module, selection: Selection) -> list[tuple[str, nn.Modu
     assert selection is not None
     by_name = dict(model.named_modules())
     by_module = {module: name for name, module in by_name.items()}
-    if callable(selection):
+    if callable(selection) and not isinstance(selection, type):  # a call of a class would make a module
         selection = [name for name, module in by_name.items() if name and selection(name, module)]
     blocks = []
-    for wanted in selection:
+    for wanted in [selection] if callable(selection) else selection:
         name = wanted if isinstance(wanted, str) else by_module.get(wanted)
         if name is None or name not in by_name:
             raise UsageError(
-                f"units: {wanted!r} is not a module of the model; give modules or names from model.named_modules()"
+                f"units: {wanted!r} is not a module of the model; give modules or names from model.named_modules(), or "
+                "a predicate, such as lambda name, module: isinstance(module, Block)"
             )
         if name and not _is_called(by_name[name]):
             raise UsageError(

@@ -53,6 +53,10 @@ def build_optimizer(
         )
     fragments, device = sharded.fragments, sharded.device
     given = list(param_groups or [])
+    if not all(isinstance(group, Mapping) for group in given):
+        raise UsageError(
+            f"param_groups = {param_groups!r}: give a list of tables, such as [{{'params': ['*bias'], 'lr': 1e-3}}]"
+        )
     try_groups = partial(_try_groups, model, optimizer_class, options)
     by_unit = try_groups(given)
     groups, shown, group_of = _group(sharded.units, runtime.shares or {}, fragments, given)

@@ -41,7 +41,8 @@ def clip_grad_norm_(
         over NCCL, so that the host waits only if it reads the norm. Otherwise it is on the CPU.
 
     Raises:
-        UsageError: ``norm_type`` is not 2, and the model is cut by tensor or pipeline parallelism.
+        UsageError: ``max_norm`` is no number. Or ``norm_type`` is not 2, and the model is cut by tensor or pipeline
+            parallelism.
         NonFiniteError: The norm is not finite, and ``error_if_nonfinite`` is true.
         MismatchError: Ranks ran different steps.
     """

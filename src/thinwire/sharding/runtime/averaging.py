@@ -13,6 +13,7 @@ from thinwire.errors import UsageError
 from thinwire.program.wire import used_codec
 from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.units import is_number, whole
 
 APPLIED: Final = "average.applied()"
 
@@ -132,10 +133,9 @@ def average_of(runtimes: Sequence[Runtime], *, decay: float | None = None, windo
     """The same for the runtimes of a model's parts."""
     if (decay is None) == (window is None):
         raise UsageError(f"average(decay={decay}, window={window}): give one of them, decay = 0.999 or window = 100")
-    if decay is not None and not 0 <= decay < 1:
-        raise UsageError(f"average(decay={decay}): give a number from 0 to below 1, such as 0.999")
-    if window is not None and window < 1:
-        raise UsageError(f"average(window={window}): give a number of updates from 1, such as 100")
+    if decay is not None and not (is_number(decay) and 0 <= decay < 1):
+        raise UsageError(f"average(decay={decay!r}): give a number from 0 to below 1, such as 0.999")
+    window = None if window is None else whole("window", window)
     if any(runtime.means is not None for runtime in runtimes):
         raise UsageError("average(): the model has an average, and a checkpoint holds one: use the one that was made")
     return Average(runtimes, decay, window)

@@ -154,7 +154,7 @@ def _choose(sharded: ShardedModel, ranks: Control, units: Sequence[Unit], keep: 
         if wanted == {way.kept}:
             return way
     raise UsageError(
-        f"generating(keep=...): the ranks say {sorted(map(repr, wanted))}, and this plan can keep "
+        f"generating(keep=...): the ranks say {', '.join(sorted(map(repr, wanted)))}, and this plan can keep "
         f"{', '.join(way.kept for way in ways)}; give one of these on every rank, or leave it out"
     )
 

@@ -55,6 +55,7 @@ from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
 from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.spec import Plan
+from thinwire.units import is_number
 
 
 class Runtime:
@@ -270,6 +271,10 @@ class Runtime:
     def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale the gradients so that the norm of the whole model is at most ``max_norm``; see
         :meth:`StepCheck.clip_gradients`."""
+        try:
+            max_norm = float(max_norm)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"max_norm = {max_norm!r}: give a number; inf only measures") from error
         if self.step_check.clip_gradients(norm, max_norm) and self.gradients is not None:
             self.gradients.forget_norms()
 
@@ -287,6 +292,8 @@ class Runtime:
 
     def progress(self, share: float) -> None:
         """Report the share of training that is done, 0 to 1; from ``wire.compress_until`` on, gradients are exact."""
+        if not (is_number(share) and 0 <= share <= 1):
+            raise UsageError(f"progress(share={share!r}): the share of training that is done is from 0 to 1")
         if self.exchanges is not None:
             self.exchanges.share = share
         encodes = share < self.plan.wire.compress_until or self.plan.wire.compress_until == 1.0

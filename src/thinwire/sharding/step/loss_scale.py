@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import CheckpointError, NonFiniteError, UsageError
+from thinwire.units import is_number, whole
 
 _LARGEST: Final = float(torch.finfo(torch.float32).max)
 
@@ -48,16 +49,16 @@ class LossScale:
         growth_interval: int = 2000,
         floor: float = 1.0,
     ) -> None:
-        for name, value, valid, fits in (
-            ("growth", growth, "at least 1", 1.0 <= growth < math.inf),
-            ("backoff", backoff, "above 0 and at most 1", 0.0 < backoff <= 1.0),
-            ("growth_interval", growth_interval, "at least 1", growth_interval >= 1),
-            ("floor", floor, "above 0", 0.0 < floor < math.inf),
-            ("initial", initial, f"from floor = {floor:g} to {_LARGEST:g}", floor <= initial <= _LARGEST),
+        for name, value, valid, least, most in (
+            ("growth", growth, "at least 1", 1.0, math.inf),
+            ("backoff", backoff, "above 0 and at most 1", math.ulp(0.0), 1.0),
+            ("floor", floor, "above 0", math.ulp(0.0), math.inf),
+            ("initial", initial, f"from floor = {floor} to {_LARGEST:g}", floor, _LARGEST),
         ):
-            if not fits:
+            if not (is_number(value) and least <= value <= most):
                 raise UsageError(f"LossScale({name}={value!r}): {name} should be {valid}")
-        self.growth, self.backoff, self.growth_interval, self.floor = growth, backoff, growth_interval, floor
+        self.growth, self.backoff, self.floor = growth, backoff, floor
+        self.growth_interval = whole("growth_interval", growth_interval)
         self._value = _rounded(initial)
         self._finite_steps = self._skipped_steps = 0
         self.applied = False
