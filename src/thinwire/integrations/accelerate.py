@@ -482,13 +482,10 @@ def _refuse(accelerator: Accelerator) -> None:
     if accelerator.parallelism_config is not None:
         raise UsageError("parallelism_config: use thinwire.parallelize for tensor and pipeline parallelism")
     if state.dynamo_plugin.backend != DynamoBackend.NO and state.dynamo_plugin.use_regional_compilation:
-        raise UsageError(
-            "use_regional_compilation = True: thinwire compiles the whole model, unit by unit; leave it out"
-        )
+        raise UsageError("use_regional_compilation = True: leave it out; thinwire compiles unit by unit")
     if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         raise UsageError(
-            "sync_each_batch = True: choose a plan with sharded gradients, such as zero2; it reduces them in every "
-            "micro-batch"
+            "sync_each_batch = True: choose a plan that shards gradients, such as zero2: it reduces each micro-batch"
         )
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
