@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,31 @@ def test_publishes_under_the_name_and_leaves_nothing_else(tmp_path: Path) -> Non
         save(target, text)
         assert text_of(target) == text
         assert names(target.parent) == ["step-1"]
+
+
+def test_another_jobs_recovery_waits_until_a_new_save_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = threading.Thread(target=recover, args=(tmp_path,))
+    lock = atomic._lock
+
+    def late(directory: Path) -> int | None:
+        other.start()
+        other.join(0.3)
+        return lock(directory)
+
+    monkeypatch.setattr(atomic, "_lock", late)
+    staging = Staging(tmp_path / "a", TOKEN)
+    staging.create()
+    other.join()
+    assert staging.directory.is_dir()
+
+
+def test_jobs_that_save_under_one_name_replace_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as jobs:
+        for done in [jobs.submit(save, tmp_path / "frozen", str(number)) for number in range(80)]:
+            done.result()
+    assert names(tmp_path) == ["frozen"]
 
 
 def test_an_empty_directory_is_filled(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tests.support.weights import write_version
 from typer.testing import CliRunner, Result
 
 from thinwire.cli.main import app
+from thinwire.errors import UsageError
+from thinwire.integrations.sglang import load_from_disk
 from thinwire.weights.parts import Piece
 
 PIECES = [Piece("a", (64,), "bfloat16", 0, 64)]
@@ -117,3 +119,8 @@ def test_once(tmp_path: Path) -> None:
     assert first.output.startswith("version 1, of step 1: ")
     assert holds(model, 1)
     assert invoke("follow", store, "--out", model, "--once").output == "version 1, of step 1: 0 B\n"
+
+
+def test_a_server_without_a_scheme_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be reached: unknown url type.*give its address, as http://"):
+        load_from_disk("nonsense", tmp_path, "1")

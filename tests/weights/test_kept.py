@@ -51,6 +51,7 @@ def test_a_subscriber_goes_on_from_its_file(tmp_path: Path) -> None:
     subscriber = tw.Subscriber(str(store), directory)
     assert subscriber.update() == 1
     assert held(directory) == 1
+    assert (directory / "model.safetensors").stat().st_mode & 0o777 == 0o644  # an engine's user may be another
     with pytest.raises(UsageError, match="another subscriber keeps"):
         tw.Subscriber(str(store), directory)
     subscriber.close()

@@ -14,7 +14,8 @@ deleting              new                        partial
 
 In the second row, readers use ``.old`` (:func:`locate`), and the next save in the directory moves it back
 (:func:`recover`), which also deletes the leftovers of crashed saves. A writer holds a lock on its ``.tmp``, which
-distinguishes work in progress from leftovers: the system releases the lock when the process dies.
+distinguishes work in progress from leftovers: the system releases the lock when the process dies. Jobs may save into
+one directory: who makes, renames or recovers something there holds the lock of that directory.
 
 Only rank 0 calls functions that rename. Nothing in this module communicates.
 """
@@ -28,6 +29,7 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
@@ -68,27 +70,29 @@ class Staging:
             CheckpointError: ``target`` exists and is not a checkpoint, so it must not be replaced.
         """
         make_directory(self.target.parent)
-        recover(self.target.parent)
-        if self.target.exists() and not is_checkpoint(self.target) and not _is_empty_directory(self.target):
-            raise CheckpointError(
-                f"{self.target}: exists and is not a checkpoint, so it is not replaced; choose another name"
-            )
-        self.directory.mkdir()
-        self._lock = _lock(self.directory)
+        with _alone_in(self.target.parent):
+            _recover(self.target.parent)
+            if self.target.exists() and not is_checkpoint(self.target) and not _is_empty_directory(self.target):
+                raise CheckpointError(
+                    f"{self.target}: exists and is not a checkpoint, so it is not replaced; choose another name"
+                )
+            self.directory.mkdir()
+            self._lock = _lock(self.directory)
 
     def publish(self) -> None:
         """Rename the staging directory to ``target``, durably. Its files must already be on disk."""
         sync(self.directory)
-        replaces = is_checkpoint(self.target)
-        try:
-            if replaces:
-                self.target.rename(self._aside)
-            self.directory.rename(self.target)
-        except BaseException:
-            if self._aside.exists() and not self.target.exists():
-                self._aside.rename(self.target)
-            raise
-        sync(self.target.parent)
+        with _alone_in(self.target.parent):
+            replaces = is_checkpoint(self.target)
+            try:
+                if replaces:
+                    self.target.rename(self._aside)
+                self.directory.rename(self.target)
+            except BaseException:
+                if self._aside.exists() and not self.target.exists():
+                    self._aside.rename(self.target)
+                raise
+            sync(self.target.parent)
         self._unlock()
         if replaces:
             _delete(self._aside)
@@ -135,8 +139,12 @@ def recover(parent: Path) -> None:
     Args:
         parent: Directory of the checkpoints; if it does not exist, nothing happens.
     """
-    if not parent.is_dir():
-        return
+    if parent.is_dir():
+        with _alone_in(parent):
+            _recover(parent)
+
+
+def _recover(parent: Path) -> None:
     leftovers = [(match, path) for path in parent.iterdir() if (match := _LEFTOVER.fullmatch(path.name))]
     abandoned = {match[3]: _is_abandoned(path) for match, path in leftovers if match[1] == "tmp"}
     for match, path in leftovers:
@@ -148,6 +156,19 @@ def recover(parent: Path) -> None:
             sync(parent)
         else:
             _delete(path)
+
+
+@contextlib.contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """Wait until nobody else makes, renames or recovers a checkpoint in a directory, and keep others from it. A file
+    system without locks lets everybody in."""
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _delete(directory: Path) -> None:

@@ -20,7 +20,7 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
     Raises:
         UsageError: A URL is given, which as a path would be a directory of this name here, or no path.
     """
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
         raise UsageError(f"path = {path!r}: give the directory of a checkpoint, such as 'checkpoints/step-100'")
     if _URL.match(os.fspath(path)):
         raise UsageError(

@@ -13,7 +13,7 @@ from thinwire.collectives.gateway.keys import DAYS, make_keys
 
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
-    days: Annotated[int, typer.Option(min=1, help="Days for which they are valid.")] = DAYS,
+    days: Annotated[int, typer.Option(min=1, max=36_500, help="Days for which they are valid.")] = DAYS,
 ) -> None:
     """Make keys for `cluster.keys`: the traffic between hosts is encrypted, and strangers are kept out."""
     with explained():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
+
+_DAY: Final = 86400.0
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,12 @@ class LighthouseOptions:
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")] = 29510
-    wait: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Longest wait for islands that are late.")] = (
-        5.0
-    )
+    wait: Annotated[
+        float, typer.Option(min=0.0, max=_DAY, metavar="SECONDS", help="Longest wait for islands that are late.")
+    ] = 5.0
     silence: Annotated[
         float,
-        typer.Option(min=1.0, metavar="SECONDS", help="An island that gives no sign of life for so long is gone."),
+        typer.Option(min=1.0, max=_DAY, metavar="SECONDS", help="An island is gone after so long without a sign."),
     ] = 3.0
 
 

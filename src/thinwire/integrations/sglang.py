@@ -32,14 +32,16 @@ def load_from_disk(url: str, directory: str | Path, version: str) -> None:
     """
     said = json.dumps({"model_path": str(Path(directory).absolute()), "weight_version": version}).encode()
     where = f"{url.rstrip('/')}/update_weights_from_disk"
-    request = urllib.request.Request(where, said, {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(where, said, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=_LONGEST) as answer:
             answer.read()
     except urllib.error.HTTPError as error:
         raise UsageError(f"{where} has not loaded version {version}: {_reason(error)}") from error
     except (OSError, ValueError, HTTPException) as error:
-        raise UsageError(f"sglang = {url!r} cannot be reached: {error}; give the address of its server") from error
+        raise UsageError(
+            f"sglang = {url!r} cannot be reached: {error}; give its address, as http://localhost:30000"
+        ) from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -92,6 +92,7 @@ class KeptVersion:
                 f"{name} is {kind}, which {self._path.name} cannot hold: give the trainer's tensor a dtype of "
                 "safetensors, such as complex64, or follow it in memory, with tw.Subscriber and no directory"
             ) from error
+        draft.chmod(0o644)  # safetensors writes for its own user alone, and an engine may be another's
         rename_file(draft, self._path)
         self._drafts.rmdir()
         self._saved = run, version
