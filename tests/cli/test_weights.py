@@ -122,5 +122,5 @@ def test_once(tmp_path: Path) -> None:
 
 
 def test_a_server_without_a_scheme_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be reached: unknown url type.*give its address, as http://"):
+    with pytest.raises(UsageError, match=r"cannot be reached: unknown url type.*give its address, as http://"):
         load_from_disk("nonsense", tmp_path, "1")
