@@ -187,7 +187,7 @@ def check_answer(name: str, data: bytes, files: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 60), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_a_command_survives_damaged_files(name: str, seeds: range, files: Path, tmp_path: Path) -> None:
     file = files / CASES[name][0]
     for seed in seeds:
