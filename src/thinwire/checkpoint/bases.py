@@ -90,7 +90,7 @@ def base_of(directory: Path, reference: Reference) -> Path:
         where = " or ".join(map(str, places))
         raise CheckpointError(
             f"{directory}: the frozen parameters that it refers to are not there: no {named.name} in {where}"
-            f"{f' ({problem})' if problem else ''}; copy that directory from beside the original checkpoint"
+            f"{f' ({problem})' if problem else ''}; put that directory, or a link to it, next to the checkpoint"
         )
     return found
 

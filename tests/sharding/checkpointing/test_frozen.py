@@ -157,7 +157,8 @@ def test_a_wrong_model_under_a_reference_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step-2"
     assert one(run_ranks(2, refused, str(path), "zero1", 1)) == (
         f"{path} refers to frozen parameters that were saved nowhere, and this model is another: its base.0.bias has "
-        "other values; load the model from the files that the run began with, before thinwire.shard"
+        "other values; load the model from the files that the run began with, before thinwire.shard, under a "
+        "plan with the run's compute_dtype and frozen.storage"
     )
 
 
@@ -168,8 +169,8 @@ def test_a_missing_base_is_named_and_where_it_was_looked_for(tmp_path: Path) -> 
     (base,) = run.glob("frozen-*")
     copy = shutil.copytree(run / "step-2", elsewhere / "copied" / "step-2")
     sentence = (
-        f"{copy}: the frozen parameters that it refers to are not there: no {base.name} in {copy.parent}; copy that "
-        "directory from beside the original checkpoint"
+        f"{copy}: the frozen parameters that it refers to are not there: no {base.name} in {copy.parent}; put that "
+        "directory, or a link to it, next to the checkpoint"
     )
     assert one(run_ranks(2, refused, str(copy), "zero1", 5)) == sentence
     assert fails(lambda: verify(copy)) == fails(lambda: SavedModel(copy)) == sentence

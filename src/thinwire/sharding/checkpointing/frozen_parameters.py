@@ -129,7 +129,7 @@ def check_present(
             raise CheckpointError(
                 f"{path} refers to frozen parameters that were saved nowhere, and this model is another: "
                 f"{describe_difference(key, content, present.get(key))}; load the model from the files that the run "
-                "began with, before thinwire.shard"
+                "began with, before thinwire.shard, under a plan with the run's compute_dtype and frozen.storage"
             )
 
 
