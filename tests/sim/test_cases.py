@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.sim import _plan_fields
+from thinwire.cost import OVERHEAD, largest_memory
 from thinwire.errors import SpecError
 from thinwire.sim import Case, Resource, answer, read_cases
 from thinwire.spec import Plan
@@ -61,6 +62,14 @@ def test_a_plan_file_is_played_as_it_is(changes: dict[str, Any], tmp_path: Path)
     plan.save(tmp_path / "plan.toml")
     fields = _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
     assert answer(case(**fields)).plan.with_(name="hpz") == plan
+
+
+@pytest.mark.parametrize(
+    "cut", [{"tp": 4}, {"pp": 2, "micro_batches": 4}, {"tp": 2, "pp": 4, "micro_batches": 2}], ids=str
+)
+def test_the_memory_is_that_of_the_rank_that_needs_the_most(cut: dict[str, int]) -> None:
+    result = answer(case(**cut))
+    assert result.memory == largest_memory(result.model, result.plan, seq=4096, overhead=OVERHEAD)
 
 
 def test_a_plan_file_with_islands_is_refused(tmp_path: Path) -> None:
