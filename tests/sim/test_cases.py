@@ -60,7 +60,7 @@ def test_factors_and_their_preset_are_one_plan() -> None:
 def test_a_plan_file_is_played_as_it_is(changes: dict[str, Any], tmp_path: Path) -> None:
     plan = Plan.preset("hpz", nodes=8, local=8, micro_batches=2, **changes)
     plan.save(tmp_path / "plan.toml")
-    fields = _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
+    fields, _ = _plan_fields(str(tmp_path / "plan.toml"))
     assert answer(case(**fields)).plan.with_(name="hpz") == plan
 
 
@@ -75,7 +75,7 @@ def test_the_memory_is_that_of_the_rank_that_needs_the_most(cut: dict[str, int])
 def test_a_plan_file_with_islands_is_refused(tmp_path: Path) -> None:
     Plan.preset("islands", nodes=8, local=8).save(tmp_path / "plan.toml")
     with pytest.raises(SpecError, match="islands: thinwire sim plays files without them"):
-        _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
+        _plan_fields(str(tmp_path / "plan.toml"))
 
 
 def test_micro_batches_and_batch_sizes_count() -> None:
@@ -245,6 +245,22 @@ def test_a_sweep_has_an_end(sweep: str, complaint: str) -> None:
     result = CliRunner().invoke(app, [*STEP, "--sweep", sweep])
     assert result.exit_code == 1
     assert complaint in result.stderr
+
+
+def test_a_plan_file_has_its_sequences_per_micro_batch_however_long_they_are(tmp_path: Path) -> None:
+    Plan.preset("zero1", nodes=2, local=8, micro_batch=2).save(tmp_path / "plan.toml")
+
+    def played(*more: str) -> Any:
+        result = CliRunner().invoke(app, [*STEP[:-1], str(tmp_path / "plan.toml"), *more, "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    single = [played("--seq", seq)["step_seconds"] for seq in ("1024", "8192")]
+    assert [row["step_seconds"] for row in played("--sweep", "seq=1024,8192")] == single
+    assert [played("--set", f"seq={seq}")["step_seconds"] for seq in (1024, 8192)] == single
+    assert played("--seq", "1024", "--tokens-per-step", "32768")["step_seconds"] == single[0], "16 ranks x 2 x 1024"
+    own = ("--seq", "1024", "--set", "micro_batch_tokens=1024")
+    assert played(*own)["step_seconds"] < 0.7 * single[0]
 
 
 def test_settings_disturb_a_step_and_change_it() -> None:
