@@ -293,6 +293,11 @@ def test_settings_disturb_a_step_and_change_it() -> None:
         ([*STEP[:-1], "zreo3"], "there is no preset 'zreo3'"),
         (["sim", "--cases", "cases.json", "--set", "seq=8"], "--set seq=8 has no use with --cases"),
         ([*STEP, "--memory", "--set", "seq=8"], "--set seq: only keys of the cluster can be set here"),
+        ([*STEP, "--memory", "--tokens-per-step", "4M"], "--tokens-per-step 4M has no use with --memory"),
+        ([*STEP, "--memory", "--sweep", "seq=1,2"], "--sweep seq=1,2 has no use with --memory"),
+        ([*STEP, "--memory", "--plot", "a.png"], "--plot a.png has no use with --memory"),
+        (["sim", "--memory", "--cases", "cases.json"], "--cases cases.json has no use with --memory"),
+        ([*STEP, "--memory", "--trace", "out.json"], "--trace out.json has no use with --memory"),
     ],
 )
 def test_settings_without_sense_are_refused(arguments: list[str], complaint: str) -> None:

@@ -141,12 +141,18 @@ def _show_memory(options: SimOptions) -> None:
     """Show the memory of a rank instead of the time of a step.
 
     Raises:
-        UsageError: there is no model or no cluster, or a setting is neither one of the cluster nor of the batch.
+        UsageError: there is no model or no cluster, an option is for steps alone, or a setting is neither one of the
+            cluster nor of the batch.
     """
     from thinwire.cli.planning.job import cluster_settings
     from thinwire.cli.planning.memory import MemoryOptions, show_memory
     from thinwire.spec.io import apply_settings
 
+    for name in ("tokens_per_step", "sweep", "plot", "cases", "trace"):
+        if (value := getattr(options, name)) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} has no use with --memory, which plays no step: leave one out"
+            )
     if options.model is None or options.cluster is None:
         raise UsageError(
             "--model and --cluster are missing: thinwire sim --memory --model llama-7b --cluster a800-80g:8x8"
