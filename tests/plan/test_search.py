@@ -232,9 +232,11 @@ def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     barely = int(1.2 * Search(roomy).smallest()[1].total)
     asked = replace(roomy, cluster=roomy.cluster.with_(memory=barely))
     explanation = explain(asked, search(asked, top=1))
-    flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]
+    flips = [flip for flip in explanation.flips if flip.plan == "no data-parallel plan fits"]
     assert flips
     assert all(flip.seconds is None for flip in flips)
+    wider = replace(asked, tp=(1, 2), pp=(1,), cluster=asked.cluster.with_(memory=asked.cluster.memory // 2))
+    assert "nothing fits" in {flip.plan for flip in explain(wider, search(asked, top=1)).flips}
 
 
 @pytest.mark.slow

@@ -114,10 +114,12 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
     """Explain why the best plan of a search is the best; at least one plan fits."""
     chosen = searched.candidates[0]
     flips, steady = [], []
+    # Without --tp and --pp, thinwire plan tries them where no data-parallel plan fits; an explanation does not.
+    none = "no data-parallel plan fits" if (job.tp, job.pp) == ((1,), (1,)) else "nothing fits"
     for change, changed in _variations(job):
         other = best_plans(changed, 1, searched.simulations)
         if not other.candidates:
-            flips.append(Flip(change, "nothing fits", None))
+            flips.append(Flip(change, none, None))
         elif _same(other.candidates[0].plan, chosen.plan, changed):
             steady.append(change)
         else:
