@@ -226,6 +226,23 @@ def test_auto_parameters_of_adam_have_the_recipe_s_defaults() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "params", "decay"),
+    [
+        ("AdamW", {}, 0.01),
+        ("AdamW", {"adam_w_mode": False}, 0.01),
+        ("Adam", {}, 0.01),
+        ("Adam", {"adam_w_mode": False}, 0.0),
+        ("AdamW", {"weight_decay": 0.0}, 0.0),
+        ("AdamW", {"torch_adam": False}, 0.0),
+    ],
+    ids=str,
+)
+def test_torch_adam_has_the_weight_decay_of_torch(kind: str, params: dict[str, Any], decay: float) -> None:
+    table = {"type": kind, "params": {"torch_adam": True, **params}}
+    assert recipe(convert(optimizer=table)).optimizer.weight_decay == decay
+
+
+@pytest.mark.parametrize(
     "absent", [{}, {"gradient_clipping": None, "scheduler": {"type": None}}], ids=["absent", "null"]
 )
 def test_an_absent_key_has_deepspeed_s_default(absent: dict[str, Any]) -> None:

@@ -232,9 +232,20 @@ def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     barely = int(1.2 * Search(roomy).smallest()[1].total)
     asked = replace(roomy, cluster=roomy.cluster.with_(memory=barely))
     explanation = explain(asked, search(asked, top=1))
-    flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]
+    flips = [flip for flip in explanation.flips if flip.plan == "no data-parallel plan fits"]
     assert flips
     assert all(flip.seconds is None for flip in flips)
+    wider = replace(asked, tp=(1, 2), pp=(1,), cluster=asked.cluster.with_(memory=asked.cluster.memory // 2))
+    assert "nothing fits" in {flip.plan for flip in explain(wider, search(asked, top=1)).flips}
+
+
+def test_a_micro_batch_of_another_size_is_another_choice_unless_both_are_the_whole_batch() -> None:
+    def batched(size: int, count: int) -> Plan:
+        return Plan.preset("zero1", nodes=1, local=2, micro_batch=size, micro_batches=count)
+
+    assert not _same(batched(8, 1), batched(2, 4)), "more memory let all be computed at once"
+    assert _same(batched(8, 1), batched(4, 1))
+    assert _same(batched(4, 2), batched(4, 1))
 
 
 @pytest.mark.slow
@@ -247,7 +258,7 @@ def test_states_may_live_on_the_host_but_need_not() -> None:
     lacking = [shortage(replace(asked, residences=(residence,)))[1] for residence in RESIDENCES]
     assert shortage(asked)[1] == min(lacking) < lacking[0]
     moved = [Plan.preset("zero3", nodes=1, local=2, residence=residence) for residence in RESIDENCES[:2]]
-    assert not _same(*moved, asked)
+    assert not _same(*moved)
     between = asked.room + (min(lacking) + lacking[0]) // 2
     tight = replace(plain, cluster=plain.cluster.with_(memory=between))
     assert both_objectives(replace(tight, residences=RESIDENCES)).by_time is not None

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.sim import _plan_fields
+from thinwire.cost import OVERHEAD, largest_memory
 from thinwire.errors import SpecError
 from thinwire.sim import Case, Resource, answer, read_cases
 from thinwire.spec import Plan
@@ -59,14 +60,22 @@ def test_factors_and_their_preset_are_one_plan() -> None:
 def test_a_plan_file_is_played_as_it_is(changes: dict[str, Any], tmp_path: Path) -> None:
     plan = Plan.preset("hpz", nodes=8, local=8, micro_batches=2, **changes)
     plan.save(tmp_path / "plan.toml")
-    fields = _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
+    fields, _ = _plan_fields(str(tmp_path / "plan.toml"))
     assert answer(case(**fields)).plan.with_(name="hpz") == plan
+
+
+@pytest.mark.parametrize(
+    "cut", [{"tp": 4}, {"pp": 2, "micro_batches": 4}, {"tp": 2, "pp": 4, "micro_batches": 2}], ids=str
+)
+def test_the_memory_is_that_of_the_rank_that_needs_the_most(cut: dict[str, int]) -> None:
+    result = answer(case(**cut))
+    assert result.memory == largest_memory(result.model, result.plan, seq=4096, overhead=OVERHEAD)
 
 
 def test_a_plan_file_with_islands_is_refused(tmp_path: Path) -> None:
     Plan.preset("islands", nodes=8, local=8).save(tmp_path / "plan.toml")
     with pytest.raises(SpecError, match="islands: thinwire sim plays files without them"):
-        _plan_fields(str(tmp_path / "plan.toml"), "llama-7b", 4096)
+        _plan_fields(str(tmp_path / "plan.toml"))
 
 
 def test_micro_batches_and_batch_sizes_count() -> None:
@@ -238,6 +247,22 @@ def test_a_sweep_has_an_end(sweep: str, complaint: str) -> None:
     assert complaint in result.stderr
 
 
+def test_a_plan_file_has_its_sequences_per_micro_batch_however_long_they_are(tmp_path: Path) -> None:
+    Plan.preset("zero1", nodes=2, local=8, micro_batch=2).save(tmp_path / "plan.toml")
+
+    def played(*more: str) -> Any:
+        result = CliRunner().invoke(app, [*STEP[:-1], str(tmp_path / "plan.toml"), *more, "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    single = [played("--seq", seq)["step_seconds"] for seq in ("1024", "8192")]
+    assert [row["step_seconds"] for row in played("--sweep", "seq=1024,8192")] == single
+    assert [played("--set", f"seq={seq}")["step_seconds"] for seq in (1024, 8192)] == single
+    assert played("--seq", "1024", "--tokens-per-step", "32768")["step_seconds"] == single[0], "16 ranks x 2 x 1024"
+    own = ("--seq", "1024", "--set", "micro_batch_tokens=1024")
+    assert played(*own)["step_seconds"] < 0.7 * single[0]
+
+
 def test_settings_disturb_a_step_and_change_it() -> None:
     runner = CliRunner()
     plain = json.loads(runner.invoke(app, [*STEP, "--json"]).stdout)
@@ -268,6 +293,11 @@ def test_settings_disturb_a_step_and_change_it() -> None:
         ([*STEP[:-1], "zreo3"], "there is no preset 'zreo3'"),
         (["sim", "--cases", "cases.json", "--set", "seq=8"], "--set seq=8 has no use with --cases"),
         ([*STEP, "--memory", "--set", "seq=8"], "--set seq: only keys of the cluster can be set here"),
+        ([*STEP, "--memory", "--tokens-per-step", "4M"], "--tokens-per-step 4M has no use with --memory"),
+        ([*STEP, "--memory", "--sweep", "seq=1,2"], "--sweep seq=1,2 has no use with --memory"),
+        ([*STEP, "--memory", "--plot", "a.png"], "--plot a.png has no use with --memory"),
+        (["sim", "--memory", "--cases", "cases.json"], "--cases cases.json has no use with --memory"),
+        ([*STEP, "--memory", "--trace", "out.json"], "--trace out.json has no use with --memory"),
     ],
 )
 def test_settings_without_sense_are_refused(arguments: list[str], complaint: str) -> None:

@@ -10,6 +10,9 @@ from thinwire.convert.source import Rule, Rules, Source, at_least_1, because, fl
 _DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 """Those of DeepSpeed's Adam."""
 
+_TORCH_DECAY: Final = 0.01
+"""``weight_decay`` of torch's AdamW, the class under ``torch_adam``, where it is left out; other defaults are alike."""
+
 _PEAK: Final = 0.001
 """``warmup_max_lr`` of WarmupDecayLR where it is left out, and of WarmupLR before DeepSpeed 0.17.2."""
 
@@ -31,7 +34,8 @@ def _type(value: Any, source: Source) -> Judgement:
             "--set optimizer.type=AdamW"
         )
     decay = source.get("optimizer.params.weight_decay", 0.0)
-    if name == "adam" and source.get("optimizer.params.adam_w_mode", True) is False and decay:
+    is_l2 = name == "adam" and source.get("optimizer.params.adam_w_mode", True) is False
+    if is_l2 and decay:
         return refused(
             "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "
             "torch.optim.Adam, ...), or --set optimizer.params.adam_w_mode=true"
@@ -39,9 +43,11 @@ def _type(value: Any, source: Source) -> Judgement:
     given = {*source.keys("optimizer.params")}
     if source.get("scheduler.params.warmup_max_lr") is not None:
         given.add("lr")
-    left_out = {key: item for key, item in _DEFAULTS.items() if key not in given}
-    values = {f"optimizer.{key}": item for key, item in left_out.items()}
-    return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))
+    is_torch = source.get("optimizer.params.torch_adam", False)
+    defaults = _DEFAULTS | ({"weight_decay": _TORCH_DECAY} if is_torch and not is_l2 else {})
+    values = {f"optimizer.{key}": item for key, item in defaults.items() if key not in given}
+    whose = "torch" if is_torch else "DeepSpeed"
+    return mapped(recipe=values, note="AdamW" + (f", with {whose}'s defaults" if values else ""))
 
 
 def _positive(rule: Rule) -> Rule:

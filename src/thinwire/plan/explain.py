@@ -114,11 +114,13 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
     """Explain why the best plan of a search is the best; at least one plan fits."""
     chosen = searched.candidates[0]
     flips, steady = [], []
+    # Without --tp and --pp, thinwire plan tries them where no data-parallel plan fits; an explanation does not.
+    none = "no data-parallel plan fits" if (job.tp, job.pp) == ((1,), (1,)) else "nothing fits"
     for change, changed in _variations(job):
         other = best_plans(changed, 1, searched.simulations)
         if not other.candidates:
-            flips.append(Flip(change, "nothing fits", None))
-        elif _same(other.candidates[0].plan, chosen.plan, changed):
+            flips.append(Flip(change, none, None))
+        elif _same(other.candidates[0].plan, chosen.plan):
             steady.append(change)
         else:
             flips.append(Flip(change, summary(other.candidates[0].plan), other.candidates[0].seconds))
@@ -235,12 +237,12 @@ def _factors(plan: Plan) -> tuple[object, ...]:
     return plan.params, plan.grads, plan.optimizer, plan.secondary, Cut.of(plan)
 
 
-def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
-    """Whether two choices are the same. Micro-batches may differ if the job's batch forces them to."""
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two choices are the same. Micro-batches may differ in size if both take a rank's whole batch at once."""
     alike = _factors(one) == _factors(other) and all(
         getattr(one, key) == getattr(other, key) for key in ("wire", "recompute", "residence")
     )
-    return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
+    return alike and (one.micro_batch == other.micro_batch or one.micro_batches == other.micro_batches == 1)
 
 
 def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from thinwire.cost import Memory, kept_activations, parts, units
+from thinwire.cost import OVERHEAD, Memory, kept_activations, largest_memory, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
@@ -210,9 +210,12 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     groups: Sequence[int | None] = range(len(machine.groups)) or (None,)
     steps = [engine.step(plan, workload, machine, model, group=group, trace=trace) for group in groups]
     simulated = max(steps, key=lambda step: step.seconds)
-    # The last stage holds the head; the first one holds the embedding.
-    held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
-    needed = engine.memory(stage, plan, held, seq=model.seq, room=cluster.memory)
+    if case.engine == _OURS:
+        needed = largest_memory(model, plan, seq=model.seq, overhead=OVERHEAD)
+    else:
+        # The last stage holds the head; the first one holds the embedding.
+        held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
+        needed = engine.memory(stage, plan, held, seq=model.seq, room=cluster.memory)
     outside = engine.extrapolates(_gpu(case, cluster), cluster.gpus)
     return Answer(case, model, cluster, plan, simulated, needed, outside)
 

@@ -57,6 +57,19 @@ def test_a_plan_file_is_taken_as_it_is(tmp_path: Path) -> None:
     assert row["memory_bytes"] == other["memory_bytes"]
 
 
+def test_other_systems_have_the_batch_of_a_plan_file(tmp_path: Path) -> None:
+    batch = {"micro_batch": 3, "micro_batches": 2, "recompute": True}
+    path = str(tmp_path / "plan.toml")
+    Plan.preset("zero2", nodes=2, local=8, **batch).save(path)
+    of_options = by_plan(run("llama-7b", *CLUSTER, "--micro-batch", "3", "--micro-batches", "2", "--recompute"))
+    rows = by_plan(run("llama-7b", *CLUSTER, "--plan", path, "--plan", "zero3"))
+    rows["thinwire zero2"] = rows.pop(f"thinwire {path}") | {"plan": "zero2"}
+    assert len(rows) == 7
+    assert rows == {name: of_options[name] for name in rows}
+    shown = CliRunner().invoke(app, ["memory", "llama-7b", *CLUSTER, "--plan", path])
+    assert "3 x 2,048 tokens a micro-batch, blocks recomputed" in " ".join(shown.output.split())
+
+
 def test_a_recipe_brings_its_plan_and_its_sequence() -> None:
     document = run(str(ROOT / "recipes/pretrain/llama-7b.toml"), "--cluster", "a800-80g:16x8")
     assert "thinwire the recipe's" in by_plan(document)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +78,9 @@ def show_memory(options: MemoryOptions, changes: Mapping[str, Any]) -> None:
     cluster = changed_cluster(ClusterSpec.named(options.cluster), changes)
     recipe = _recipe(options.model)
     model = _shape(options, recipe)
-    estimates = [*_of_plans(options, recipe, model, cluster), *_of_peers(options, model, cluster)]
+    own = _own_plans(options, recipe, cluster)
+    options = _with_batch(options, own)
+    estimates = [*_of_plans(options, own, model, cluster), *_of_peers(options, model, cluster)]
     estimates.sort(key=lambda estimate: estimate.memory.total)
     console = wide_console(as_json=options.as_json)
     console.print(_introduction(options, model, cluster))
@@ -107,33 +109,48 @@ def _shape(options: MemoryOptions, recipe: Recipe | None) -> ModelSpec:
     return shape.with_(seq=options.seq or recipe.train.seq)
 
 
-def _of_plans(
-    options: MemoryOptions, recipe: Recipe | None, model: ModelSpec, cluster: ClusterSpec
-) -> Iterator[_Estimate]:
-    """Estimates of presets, of plan files, and of the recipe's own plan."""
-    from thinwire.cost import OVERHEAD, largest_memory
+def _own_plans(options: MemoryOptions, recipe: Recipe | None, cluster: ClusterSpec) -> dict[str, Plan]:
+    """The plans that have a batch of their own, as they are: those of files, and of the recipe."""
     from thinwire.spec import Plan
     from thinwire.spec.factor import Factor
     from thinwire.spec.template import PlanTemplate
 
-    plans: list[tuple[str, Plan]] = []
-    if recipe is not None and options.plan is None:
-        template = PlanTemplate.read(recipe)
-        ranks = Factor(local=cluster.gpus_per_node, nodes=cluster.nodes)
-        mesh = ranks.data_parallel(*template.model_parallel)
-        plans.append(("the recipe's", template.fitted(mesh).resolve(mesh)))
-    plans += [(name, _plan(name, options, cluster)) for name in options.plan or Plan.preset_names()]
-    for label, plan in plans:
+    if options.plan is not None:
+        return {name: Plan.load(name) for name in options.plan if name.endswith(".toml")}
+    if recipe is None:
+        return {}
+    template = PlanTemplate.read(recipe)
+    ranks = Factor(local=cluster.gpus_per_node, nodes=cluster.nodes)
+    mesh = ranks.data_parallel(*template.model_parallel)
+    return {"the recipe's": template.fitted(mesh).resolve(mesh)}
+
+
+def _with_batch(options: MemoryOptions, own: Mapping[str, Plan]) -> MemoryOptions:
+    """The options, with the batch that these plans share unless the options have one, so that all rows share it."""
+    batches = {(plan.micro_batch, plan.micro_batches, plan.recompute) for plan in own.values()}
+    if len(batches) != 1 or (options.micro_batch, options.micro_batches, options.recompute) != (1, 1, False):
+        return options
+    ((micro_batch, micro_batches, recompute),) = batches
+    return replace(options, micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
+
+
+def _of_plans(
+    options: MemoryOptions, own: Mapping[str, Plan], model: ModelSpec, cluster: ClusterSpec
+) -> Iterator[_Estimate]:
+    """Estimates of presets, and of plans with a batch of their own."""
+    from thinwire.cost import OVERHEAD, largest_memory
+    from thinwire.spec import Plan
+
+    presets = [name for name in options.plan or Plan.preset_names() if name not in own]
+    for label, plan in {**own, **{name: _preset(name, options, cluster) for name in presets}}.items():
         needed = largest_memory(model, plan, seq=model.seq, overhead=OVERHEAD)
         yield _Estimate("thinwire", label, needed)
 
 
-def _plan(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
-    """A preset on the cluster's mesh, with the batch of the options, or a plan file as it is."""
+def _preset(name: str, options: MemoryOptions, cluster: ClusterSpec) -> Plan:
+    """A preset on the cluster's mesh, with the batch of the options."""
     from thinwire.spec import Plan
 
-    if name.endswith(".toml"):
-        return Plan.load(name)
     return Plan.preset(
         name.removeprefix("preset:"),
         nodes=cluster.nodes,
@@ -152,7 +169,7 @@ def _of_peers(options: MemoryOptions, model: ModelSpec, cluster: ClusterSpec) ->
     names = {"ddp": ("PyTorch", "DDP, autocast"), "fsdp2": ("PyTorch", "FSDP2")}
     for system in PEER_SYSTEMS if options.peers else ():
         maker, label = names.get(system, ("DeepSpeed", f"ZeRO-{system[-1]}"))
-        needed = peer_memory(system, model, _plan("ddp", options, cluster))
+        needed = peer_memory(system, model, _preset("ddp", options, cluster))
         yield _Estimate(maker, label, needed)
 
 

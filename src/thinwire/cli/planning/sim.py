@@ -141,12 +141,18 @@ def _show_memory(options: SimOptions) -> None:
     """Show the memory of a rank instead of the time of a step.
 
     Raises:
-        UsageError: there is no model or no cluster, or a setting is neither one of the cluster nor of the batch.
+        UsageError: there is no model or no cluster, an option is for steps alone, or a setting is neither one of the
+            cluster nor of the batch.
     """
     from thinwire.cli.planning.job import cluster_settings
     from thinwire.cli.planning.memory import MemoryOptions, show_memory
     from thinwire.spec.io import apply_settings
 
+    for name in ("tokens_per_step", "sweep", "plot", "cases", "trace"):
+        if (value := getattr(options, name)) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} {value} has no use with --memory, which plays no step: leave one out"
+            )
     if options.model is None or options.cluster is None:
         raise UsageError(
             "--model and --cluster are missing: thinwire sim --memory --model llama-7b --cluster a800-80g:8x8"
@@ -183,19 +189,19 @@ def _cases_of(options: SimOptions) -> list[Case]:
     elif options.model is None or options.cluster is None:
         raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
     else:
-        cases = _swept(_fields(options, options.model, options.cluster), options.sweep)
+        of_plan, sequences = _plan_fields(options.plan or "preset:thinwire")
+        fields = _fields(options, of_plan | _cluster_fields(options.cluster) | {"model": options.model})
+        cases = [_with_sequences(case, sequences) for case in _swept(fields, options.sweep)]
     if options.trace is not None and len(cases) != 1:
         raise UsageError(f"--trace {options.trace} takes exactly one step, but there are {len(cases)}")
     return cases
 
 
-def _fields(options: SimOptions, model: str, cluster: str) -> dict[str, Any]:
-    """The keys of one case: those of the plan, and over them the options that the user gave."""
+def _fields(options: SimOptions, fields: dict[str, Any]) -> dict[str, Any]:
+    """The keys of one case: those of model, cluster and plan, and over them the options that the user gave."""
     from thinwire.sim import Disturbance
     from thinwire.spec.io import apply_settings
 
-    plan = options.plan or "preset:thinwire"
-    fields = _plan_fields(plan, model, options.seq) | _cluster_fields(cluster) | {"model": model}
     given = {"seq": options.seq, "tokens_per_step": options.tokens_per_step}
     fields |= {key: value for key, value in given.items() if value is not None}
     if options.tokens_per_step is not None:
@@ -222,14 +228,14 @@ def _cluster_fields(cluster: str) -> dict[str, Any]:
     return {"gpu": cluster.partition(":")[0], "gpus": machine.gpus, "gpus_per_node": machine.gpus_per_node}
 
 
-def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
-    """What a preset or a plan file determines about a case."""
+def _plan_fields(plan: str) -> tuple[dict[str, Any], int]:
+    """What a preset or a plan file determines about a case, and its sequences per micro-batch."""
     from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
-    from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec import Plan
     from thinwire.spec.recipe import plan_table
 
     if (preset := plan_table(plan).get("preset")) and not Path(plan).is_file():
-        return {"plan": preset}
+        return {"plan": preset}, 1
     loaded = Plan.load(plan)
     for axis, ways in (("ep", loaded.ep), ("cp", loaded.cp)):
         if ways > 1:
@@ -239,17 +245,27 @@ def _plan_fields(plan: str, model: str, seq: int | None) -> dict[str, Any]:
             plan, "islands: thinwire sim plays files without them; leave them out, or take a preset: preset:islands"
         )
     table = loaded.to_dict()
-    return {
+    fields = {
         "plan": {key: table[key] for key in PLAN_KEYS},
         "wire": table.get("wire", {}),
         "overlap": [name for name in OVERLAPS if getattr(loaded.overlap, name)],
-        "micro_batch_tokens": loaded.micro_batch * (seq or ModelSpec.named(model).seq),
         "micro_batches": loaded.micro_batches,
         "recompute": loaded.recompute,
         "tp": loaded.tp,
         "pp": loaded.pp,
         "dtype": loaded.compute_dtype,
     }
+    return fields, loaded.micro_batch
+
+
+def _with_sequences(case: Case, count: int) -> Case:
+    """The case with ``count`` sequences per micro-batch, however long it has them; its own tokens come first."""
+    from thinwire.spec import ModelSpec
+
+    if case.micro_batch_tokens is not None:
+        return case
+    seq = case.seq or ModelSpec.named(case.model).seq
+    return case.trusted(micro_batch_tokens=count * seq)
 
 
 def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
