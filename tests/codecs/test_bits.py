@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.codecs.bits import pack, unpack
+from thinwire.codecs.bits import pack, read_header, unpack
+from thinwire.errors import WireError
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 33])
@@ -22,3 +23,10 @@ def test_packed_integers_are_a_little_endian_stream_and_come_back(bits: int, num
 
 def test_negative_integers_are_packed_in_two_s_complement() -> None:
     assert pack(torch.tensor([-1, 2, -4]), 3).tolist() == [0b00_010_111, 0b1]
+
+
+def test_a_message_may_be_its_header() -> None:
+    wire = torch.tensor([0x4D50, 2], dtype=torch.int32).view(torch.uint8)
+    assert read_header(wire, "mpc", (0x4D50,)) == (0x4D50, 8)
+    with pytest.raises(WireError, match="starts with 8 bytes, this one has 7"):
+        read_header(wire[:7], "mpc", (0x4D50,))
