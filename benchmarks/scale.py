@@ -111,7 +111,8 @@ def classic(point: Point, **fields: Any) -> Found:
 
 def three_d(point: Point) -> Found:
     """A step with tensor parallelism inside a node, the fastest number of pipeline stages, and ZeRO-1."""
-    by_stages = [(stages, classic(point, plan="zero1", tp=8, pp=stages)) for stages in STAGES]
+    layers = ModelSpec.named(MODELS[point.model]).layers
+    by_stages = [(pp, classic(point, plan="zero1", tp=8, pp=pp)) for pp in STAGES if pp <= layers]
     stages, best = max(by_stages, key=lambda pair: pair[1].mfu or 0.0)
     return Found(best.mfu, f"pp {stages}" if best.mfu else "")
 
