@@ -39,6 +39,7 @@ from thinwire.units import (
         ("2k", 2000),
         ("3TiB", 3 * 2**40),
         ("1e3 MB", 10**9),
+        ("39.59 GiB", 42509438812),  # as we print sizes
         (9007199254740993, 9007199254740993),  # above 2**53: no detour through float
         ("9007199254740993", 9007199254740993),
     ],

@@ -38,19 +38,18 @@ _BYTE_SPELLING = re.compile(r"(?P<prefix>[kKMGTP]?i?)B/s")
 
 
 def parse_bytes(value: int | str) -> int:
-    """Parse bytes from an integer or from text such as ``"80GiB"``, ``"25MB"``, ``"4096"``.
+    """Parse bytes from an integer or from text such as ``"80GiB"``, ``"39.59 GiB"``, ``"4096"``, to the nearest byte.
 
     Raises:
-        SpecError: if the text is not a size, or is not a whole number of bytes of at least 0.
+        SpecError: if the text is not a size, or counts bytes and is not a whole number of at least 0.
     """
     number, unit = _split(value, "a size", '"80GiB", "25MB" or a whole number of bytes')
     prefix = unit.lower().removesuffix("b")
     if prefix not in _PREFIXES:
         raise _bad("a size", value, f"unknown unit {unit!r}; valid are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB")
-    size = number * _PREFIXES[prefix]
-    if not float(size).is_integer():
+    if not prefix and not float(number).is_integer():
         raise _bad("a size", value, "it is not a whole number of bytes")
-    return int(size)
+    return round(number * _PREFIXES[prefix])
 
 
 def parse_bandwidth(value: float | str) -> float:

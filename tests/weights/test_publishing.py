@@ -252,6 +252,30 @@ def test_a_store_that_fails_costs_versions_and_nothing_else(ranks: RankPool, tmp
     assert outcomes[0][1] > 0
 
 
+def crowded(store: str) -> int:
+    """The last version that a publisher writes to a store with room for three anchors and what lies between them."""
+    model, optim = made("zero1")
+    publisher, write = tw.publisher(model, store, anchor_every=1), Store.write
+    rank = torch.distributed.get_rank()
+
+    def limited(self: Store, name: str, content: bytes) -> None:
+        if sum(there.part == rank for there in self.names()) == 6:
+            raise OSError(28, "No space left on device")
+        write(self, name, content)
+
+    with mock.patch.object(Store, "write", limited):
+        for number in range(6):
+            train(model, optim, number)
+            publisher.step()
+            settled(publisher)
+    torch.distributed.barrier()
+    return tw.Subscriber(store).update()
+
+
+def test_old_versions_make_room_for_a_new_one(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(crowded, str(tmp_path / "store")) == [6] * WORLD
+
+
 def slow(store: str) -> tuple[float, int, list[str]]:
     """The longest step of a publisher whose store takes seconds, the versions that were left out, and what differs at a
     subscriber at the end."""

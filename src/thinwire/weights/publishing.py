@@ -7,9 +7,10 @@ versions, never a step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -237,6 +238,8 @@ class Publisher:
                 if self._newer:
                     return
                 self._wanted |= self._store.remove(wanted(self._run))
+            with self._dispensable(begun):  # first, as the store may need the room
+                self._remove_old()
             if base is not None and base.pieces == begun.pieces:
                 self._put(begun, base)
             elif not begun.is_anchor:
@@ -251,12 +254,17 @@ class Publisher:
         except Exception as error:  # whatever it is, training goes on
             self.error = f"{type(error).__name__}: {error}"
             return
-        try:  # what receivers can do without: the version is written
-            if begun.is_rung and rung is not base:
+        if begun.is_rung and rung is not base:
+            with self._dispensable(begun):
                 self._put(begun, rung)
-            self._remove_old()
+
+    @contextlib.contextmanager
+    def _dispensable(self, version: _Version) -> Iterator[None]:
+        """Warn of an error in what receivers can do without."""
+        try:
+            yield
         except Exception as error:
-            log.warning("version %d: %s: %s", begun.number, type(error).__name__, error)
+            log.warning("version %d: %s: %s", version.number, type(error).__name__, error)
 
     def _put(self, version: _Version, parent: _Version | None) -> None:
         """Write this rank's part of a delta, or without a parent of an anchor."""
