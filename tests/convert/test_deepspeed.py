@@ -345,7 +345,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type", "wire.error_feedback = true"),
     ({"optimizer": {"type": "Lamb"}}, "optimizer.type", "tw.optimizer(model, CLASS, ...)"),
     (
-        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
+        {"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0, "weight_decay": 0.1}}},
         "optimizer.type",
         "torch.optim.Adam",
     ),

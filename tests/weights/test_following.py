@@ -390,9 +390,10 @@ def test_messages_that_lie_about_their_length_are_refused() -> None:
     assert set(messages) == {"bfloat16", "int64"}
 
 
-def test_a_store_of_no_known_kind_is_refused() -> None:
+@pytest.mark.parametrize("store", ["nonsense://x", "", __file__])
+def test_a_store_of_no_known_kind_is_refused(store: str) -> None:
     with pytest.raises(UsageError, match="give a directory"):
-        tw.Subscriber("nonsense://x")
+        tw.Subscriber(store)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def _type(value: Any, source: Source) -> Judgement:
             "--set optimizer.type=AdamW"
         )
     decay = source.get("optimizer.params.weight_decay", 0.0)
-    is_l2 = name == "adam" and source.get("optimizer.params.adam_w_mode", True) is False
+    is_l2 = name == "adam" and not source.get("optimizer.params.adam_w_mode", True)
     if is_l2 and decay:
         return refused(
             "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "

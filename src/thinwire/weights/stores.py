@@ -30,7 +30,7 @@ class Store:
         keys: Directory of keys that an ``https`` server has, too, and asks for.
 
     Raises:
-        UsageError: fsspec does not know the URL, or the keys cannot be read.
+        UsageError: This is a file, fsspec does not know the URL, or the keys cannot be read.
     """
 
     def __init__(self, url: str | os.PathLike[str], keys: str | os.PathLike[str] | None = None) -> None:
@@ -42,6 +42,8 @@ class Store:
             read = Keys.read(os.fspath(keys))
             options["ssl"] = tls_context(ssl.PROTOCOL_TLS_CLIENT, str(read.certificate), str(read.key))
         try:
+            if not self.url or Path(self.url).is_file():
+                raise ValueError("it is no directory")
             if self.url.startswith(("http://", "https://")):
                 options["client_kwargs"] = {"timeout": _patience()}
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
