@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.testing import run_ranks
+from thinwire.train import loop
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import train_rank
+from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.tracing import Clocks, longest
+from thinwire.train.trainer import Trainer
 
 pytestmark = pytest.mark.ranks
 
@@ -46,11 +50,23 @@ timeout = "60s"
 """
 
 
+LATE = 1.0
+"""Seconds that the first rank takes to open its logs."""
+
+
+def opens_late(trainer: Trainer, notes: list[str], opens: Any = loop._open_log) -> MetricsLog:
+    time.sleep(LATE)
+    log: MetricsLog = opens(trainer, notes)
+    return log
+
+
 def trains(recipe: Path, directory: Path) -> None:
     """Be one rank of a run."""
     chosen = Recipe.load(recipe)
     plan = PlanTemplate.read(chosen).resolve(Factor(local=2))
     run = ResolvedRun(chosen, plan, RunDirectory(directory), node_ranks=2)
+    if torch.distributed.get_rank() == 0:
+        loop._open_log = opens_late
     with StopRequest(run.directory.stop_file, launched=True) as stop:
         train_rank(run, prepare(chosen.data), torch.device("cpu"), stop)
 
@@ -68,6 +84,11 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_ranks(2, trains, opened.recipe, opened.path)
     assert json.loads(opened.summary.read_text())["steps"] == 6
     return opened.path
+
+
+def test_the_first_step_begins_on_all_ranks_together(traced: Path) -> None:
+    first = json.loads((traced / "metrics.jsonl").read_text().splitlines()[0])
+    assert sum(first["exposed"].values()) < LATE / 2
 
 
 def tracks(trace: Path) -> Mapping[int, Mapping[str, list[dict[str, Any]]]]:

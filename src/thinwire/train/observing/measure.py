@@ -60,6 +60,7 @@ class StepMeter:
     def begin(self) -> None:
         """Begin the first step, if it has not begun. The end of a step is the beginning of the next one."""
         if self._begun is None:
+            self._ranks.barrier()  # the first rank opens logs while others would wait within their step
             self._take()  # what building and loading the model has sent
             self._begun = time.perf_counter()
 
