@@ -111,7 +111,7 @@ def trained(job: Callable[..., Losses], answers: Answer, *args: Any) -> tuple[Lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("answers", ["never", "random"])
 def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
     for example, line, operations in (
         (intercept_ddp.train, "compress_ddp", {"all_reduce"}),
@@ -130,8 +130,8 @@ def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
     ("job", "args", "answers"),
     [
         (intercept_tp_pp.train, ("hybrid", 2), "never"),
-        pytest.param(intercept_tp_pp.train, ("hybrid", 2), "random", marks=pytest.mark.slow),
-        pytest.param(interleaved_job, ("hybrid",), "never", marks=pytest.mark.slow),
+        (intercept_tp_pp.train, ("hybrid", 2), "random"),
+        (interleaved_job, ("hybrid",), "never"),
     ],
 )
 def test_tensor_and_pipeline_parallelism_on_streams(job: Any, args: Any, answers: Answer) -> None:

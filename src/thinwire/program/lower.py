@@ -46,12 +46,9 @@ def control_bytes(units: Sequence[UnitInfo]) -> int:
 def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trace:
     """The trace of units that run one after another, blocks once more in the backward if ``recompute``. Unit 0 encloses
     all others if it is the root (unnamed)."""
-    order = range(len(units))
-    if units and units[0].name == "":
-        inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
-        forward = [(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)]
-    else:
-        forward = [(phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    has_root = bool(units) and units[0].name == ""
+    inner = [(phase, u) for u in range(has_root, len(units)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    forward = [(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)] if has_root else inner
     return Trace.of_forward(forward, units, recompute=recompute)
 
 

@@ -53,7 +53,7 @@ def train_in_three_jobs(preset: str, folder: Path) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["zero3", pytest.param("zeropp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["zero3", "zeropp"])
 def test_a_process_may_leave_a_job_and_join_another(preset: str, tmp_path: Path) -> None:
     with contextlib.closing(RankPool(2)) as pool:
         for first, second, third in pool.run(train_in_three_jobs, preset, tmp_path):
