@@ -293,27 +293,26 @@ def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "local"),
-    [(2, 2), (3, 1), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((1, 3), (2, 1), (1, 2)))],
-)
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3), (2, 1), (1, 2)])
 def test_error_feedback_returns_what_was_lost(nodes: int, local: int) -> None:
     run_ranks(nodes * local, feed_back, nodes, local, 1.0, 30)
     run_ranks(nodes * local, feed_back, nodes, local, 0.1, 120)
 
 
 def poison(nodes: int, local: int) -> None:
+    """NaN and infinity on one rank arrive everywhere they should, and beyond the codec's block nowhere else."""
     group, _ = world_group(nodes, local)
-    for name in ("int4:256", "zfp:8", "mpc", "bf16"):
+    cases = [(name, torch.float32) for name in ("int4:256", "zfp:8", "mpc", "bf16", None)]
+    for name, dtype in (*cases, (None, torch.bfloat16)):
         for bad in (math.nan, math.inf):
-            vector = torch.ones(nodes * local * 512)
+            vector = torch.ones(nodes * local * 512, dtype=dtype)
             if control().rank == 1:
                 vector[700] = bad
-            out = torch.zeros_like(vector)
-            codec = codecs.get(name)
-            all_reduce(group, vector, out, codecs=HopCodecs(codec, codec)).perform()
+            out = torch.zeros(vector.numel())
+            all_reduce(group, vector, out, codecs=HopCodecs(named(name), named(name))).perform()
+            others = torch.cat([out[:700], out[701:]]) if name is None else out[1024:]
             assert not math.isfinite(out[700])
-            assert torch.isfinite(out[1024:]).all()
+            assert torch.isfinite(others).all()
 
 
 def test_nonfinite_values_never_turn_finite() -> None:

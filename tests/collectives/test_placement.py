@@ -65,11 +65,7 @@ def check_groups(names: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [("zero3", "zero1-node"), pytest.param(("zero1", "hpz", "inter", "zeropp"), marks=pytest.mark.slow)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("names", [("zero3", "zero1-node"), ("zero1", "hpz", "inter", "zeropp")], ids=" ".join)
 def test_groups_follow_the_placement(names: Sequence[str]) -> None:
     run_ranks(4, check_groups, names)
 

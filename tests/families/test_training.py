@@ -32,3 +32,10 @@ def test_there_are_sixty_architectures_of_every_kind() -> None:
 def test_every_architecture_trains_as_in_one_process(name: str) -> None:
     for rank, problems in enumerate(run_ranks(2, faults, [name], PLANS)):
         assert not problems, f"rank {rank}: " + "\n".join(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_recomputes_its_blocks_itself_trains_as_in_one_process(reentrant: bool) -> None:
+    for problems in run_ranks(2, faults, ["llama"], PLANS, 3, {"use_reentrant": reentrant}):
+        assert not problems, "\n".join(problems)

@@ -13,14 +13,12 @@ import torch.distributed as dist
 from examples import intercept_ddp, intercept_fsdp
 from tests.support.intercept import (
     Losses,
+    check_operations,
     close,
-    every_operation,
     group_of,
     net,
     strict,
     strictly,
-    values,
-    whole_numbers,
     without,
 )
 from tests.support.torch_names import all_gather_single, reduce_scatter_single
@@ -44,15 +42,9 @@ LIMITS = {"int8:256": 0.03, "mpc": 0.0, "exp3": 0.0, "int4:256,hadamard": 0.3, "
 
 def operations_job(names: tuple[str, ...], nodes: int) -> None:
     for codec in names:
-        limit = LIMITS[codec]
         group = group_of(codec, nodes)
         dtypes = (torch.bfloat16,) if codec == "exp3" else (torch.float32, torch.bfloat16)
-        for dtype in dtypes:
-            with tw.step_scope():
-                errors = every_operation(group, values if limit else whole_numbers, dtype)
-            for operation, relative in errors.items():
-                bound = limit + (0.004 if limit and dtype == torch.bfloat16 else 0)
-                assert relative <= bound, (codec, dtype, operation, relative)
+        check_operations(group, codec, LIMITS[codec], dtypes)
         traffic = group.traffic()
         assert {row.op for row in traffic.rows if row.across} == {"all_reduce", "all_gather", "reduce_scatter"}
         assert {row.why for row in traffic.rows if row.codec == "none"} == {"uint8", "int64"}

@@ -18,12 +18,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from tests.support.intercept import (
     LIMITS,
+    check_operations,
     error,
-    every_operation,
     mesh_of,
     strictly,
     values,
-    whole_numbers,
 )
 from tests.support.torch_names import (
     all_gather_single,
@@ -53,23 +52,13 @@ def operations_job(*names: str) -> None:
         "axis of four": mesh_of((4,), ("tp",)),
         "backend": mesh_of((1, 4), ("dp", "tp"), backend_override={"tp": tw.axis_backend("mpc")})["tp"],
     }
-    for name, mesh in meshes.items():
+    for mesh in meshes.values():
         for codec in names:
-            limit = LIMITS[codec]
             group = tw.compress_axis(mesh, "tp", codec)
             group.traffic(reset=True)
             dtypes = (torch.bfloat16,) if codec == "exp3" else (torch.float32, torch.bfloat16, torch.float16)
-            for dtype in dtypes if codec in ("int8:256", "mpc", "exp3") else dtypes[:1]:
-                with tw.step_scope():
-                    errors = every_operation(group, values if limit else whole_numbers, dtype)
-                for operation, relative in errors.items():
-                    assert relative <= limit + (0.004 if limit and dtype == torch.bfloat16 else 0), (
-                        name,
-                        codec,
-                        dtype,
-                        operation,
-                        relative,
-                    )
+            every = dtypes if codec in ("int8:256", "mpc", "exp3") else dtypes[:1]
+            check_operations(group, codec, LIMITS[codec], every)
             traffic = group.traffic()
             assert traffic.codecs == {codec}
             assert {row.op for row in traffic.rows if row.codec == codec} == {
@@ -81,7 +70,7 @@ def operations_job(*names: str) -> None:
             }
             # The checks themselves sent objects, as bytes and lengths.
             assert {row.why for row in traffic.rows if row.codec == "none"} == {"uint8", "int64"}
-            if limit:
+            if LIMITS[codec]:
                 assert traffic.sent < traffic.plain
             assert traffic.bypassed == 0
 

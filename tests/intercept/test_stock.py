@@ -80,7 +80,7 @@ def test_fsdp(codec: str, limit: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few", [True, False])
 def test_tensor_and_pipeline_parallelism_under_every_policy(few: bool) -> None:
     steps, micro_batches = 2, 4
     expected = run_ranks(4, strict, without, "compress_mesh", intercept_tp_pp.train, "", steps)[3][0]
@@ -170,7 +170,7 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policies",
-    [(("hybrid", 0.02),), pytest.param((("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02)), marks=pytest.mark.slow)],
+    [(("hybrid", 0.02),), (("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02))],
     ids=["hybrid", "others"],
 )
 def test_hsdp_ddp_and_fsdp_on_compressed_axes(tmp_path: Any, policies: tuple[tuple[str, float], ...]) -> None:

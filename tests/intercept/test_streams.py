@@ -17,6 +17,7 @@ from examples import intercept_ddp, intercept_fsdp, intercept_tp_pp
 from tests.support.intercept import (
     LIMITS,
     Losses,
+    check_operations,
     close,
     every_operation,
     group_of,
@@ -24,7 +25,6 @@ from tests.support.intercept import (
     mesh_of,
     strictly,
     values,
-    whole_numbers,
     without,
 )
 from tests.support.training.grids import batches, plan_for, start, train
@@ -79,15 +79,9 @@ def assert_ordered(outcomes: list[Outcome]) -> None:
 def operations_job(names: tuple[str, ...], answers: Answer) -> Outcome:
     with on_streams(answers) as check:
         for codec in names:
-            groups = {
-                "axis of two": (tw.compress_axis(mesh_of(), "tp", codec), 0.0),
-                "two hops": (group_of(codec), 0.02 if LIMITS[codec] else 0.0),
-            }
-            for name, (group, slack) in groups.items():
-                with tw.step_scope():
-                    errors = every_operation(group, values if LIMITS[codec] else whole_numbers, torch.float32)
-                for operation, relative in errors.items():
-                    assert relative <= LIMITS[codec] + slack, (name, codec, operation, relative)
+            two_hops = (group_of(codec), 0.02 if LIMITS[codec] else 0.0)
+            for group, slack in ((tw.compress_axis(mesh_of(), "tp", codec), 0.0), two_hops):
+                check_operations(group, codec, LIMITS[codec] + slack)
                 assert group.traffic().codecs == {codec}
                 assert not group.traffic().bypassed
     return outcome(check)
@@ -117,7 +111,7 @@ def trained(job: Callable[..., Losses], answers: Answer, *args: Any) -> tuple[Lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("answers", ["never", "random"])
 def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
     for example, line, operations in (
         (intercept_ddp.train, "compress_ddp", {"all_reduce"}),
@@ -136,8 +130,8 @@ def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
     ("job", "args", "answers"),
     [
         (intercept_tp_pp.train, ("hybrid", 2), "never"),
-        pytest.param(intercept_tp_pp.train, ("hybrid", 2), "random", marks=pytest.mark.slow),
-        pytest.param(interleaved_job, ("hybrid",), "never", marks=pytest.mark.slow),
+        (intercept_tp_pp.train, ("hybrid", 2), "random"),
+        (interleaved_job, ("hybrid",), "never"),
     ],
 )
 def test_tensor_and_pipeline_parallelism_on_streams(job: Any, args: Any, answers: Answer) -> None:
@@ -148,9 +142,6 @@ def test_tensor_and_pipeline_parallelism_on_streams(job: Any, args: Any, answers
     for _, encoded, _ in results:
         assert "all_reduce" in encoded["tp"] or "all_gather" in encoded["tp"]
         assert encoded["pp"] == {"send", "recv"}
-
-
-OTHER_GRIDS = ((2, 2, 1), (2, 1, 2))
 
 
 def parallel_job(plan: tw.Plan) -> tuple[list[float], dict[str, set[str]], Outcome]:

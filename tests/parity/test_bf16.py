@@ -27,7 +27,6 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import NonFiniteError
-from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -63,48 +62,6 @@ def test_bf16_in_modules_and_fp32_in_the_optimizer(part: str) -> None:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         assert {value.dtype for value in [*state, *owned, *(p.grad for p in owned)]} == {torch.float32}, name
         assert all(dtypes == {torch.bfloat16} for dtypes in seen.values()), (name, seen)
-
-
-class Even(nn.Module):
-    """Two units without padding in either dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]]:
-    by_plan = {}
-    for name, plan in plans.items():
-        model = tw.shard(Even(), plan)
-        optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR)
-        tw.traffic(model)
-        for x in tw.micro_batches(model, torch.ones(2, 3, 32)):
-            model(x).float().sum().backward()
-        optimizer.step()
-        runtime(model).join_spreads()
-        by_plan[name] = tw.traffic(model)
-    return by_plan
-
-
-@pytest.mark.slow
-@in_part
-def test_bf16_halves_every_byte(part: str) -> None:
-    wide, narrow, mixed = (
-        run_ranks(4, bytes_sent, plans(part, compute_dtype=compute, reduce_dtype=reduce))
-        for compute, reduce in (("float32", None), ("bfloat16", None), ("bfloat16", "float32"))
-    )
-    kinds = {"gather": False, "spread": False, "reduce": True, "sync": True}
-    for rank in range(4):
-        for name in wide[rank]:
-            for kind, is_reduction in kinds.items():
-                for scope, sent in wide[rank][name][kind].items():
-                    assert narrow[rank][name][kind][scope] * 2 == sent, (name, kind, scope)
-                    assert mixed[rank][name][kind][scope] * (1 if is_reduction else 2) == sent, (name, kind, scope)
-    assert sum(sum(wide[0][name][kind].values()) for name in wide[0] for kind in kinds) > 0
 
 
 # -- values ----------------------------------------------------------------------------------------------------

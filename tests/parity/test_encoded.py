@@ -503,16 +503,3 @@ def test_codecs_without_work_are_named() -> None:
     assert not any("bucket_chunks" in line for line in idle_codecs(in_buckets))
     assert any("live_bytes = 9 is not used" in line for line in idle_codecs(plan("zero1", live_bytes=9)))
     assert idle_codecs(plan("zero3", live_bytes=9)) == ()
-
-
-def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:
-    wire = {"reduce_intra": "int8:256", "reduce_inter": "none", "error_feedback": True}
-    (line,) = idle_codecs(plan("ddp", wire=wire))
-    assert "error_feedback" in line
-    assert idle_codecs(plan("ddp", wire={**wire, "reduce_inter": "int4:256"})) == ()
-    (line,) = (
-        line
-        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "scatter": "mpc", "error_feedback": True}))
-        if "error_feedback" in line
-    )
-    assert "wire.scatter = 'mpc'" in line

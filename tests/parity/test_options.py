@@ -322,24 +322,16 @@ def gaps_under_strain(cases: dict[str, Case]) -> dict[str, Gap]:
         torch.use_deterministic_algorithms(False)
 
 
-def strained(granularity: str, partition: str, *, marked: bool) -> dict[str, Case]:
-    return {
-        name: Case(plan(name, partition=partition, granularity=granularity, prefetch=2), 2, marked=marked)
-        for name in SHAPES
-    }
-
-
-@pytest.mark.slow
-def test_slow_links_and_dirty_memory() -> None:
-    assert_parity(4, strained("block", "intra", marked=False), gaps_under_strain)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("granularity", ["block", "module"])
 @pytest.mark.parametrize("partition", ["intra", "inter"])
 @pytest.mark.parametrize("marked", [True, False])
-def test_slow_links_and_dirty_memory_everywhere(granularity: str, partition: str, marked: bool) -> None:
-    assert_parity(4, strained(granularity, partition, marked=marked), gaps_under_strain)
+def test_slow_links_and_dirty_memory(granularity: str, partition: str, marked: bool) -> None:
+    cases = {
+        name: Case(plan(name, partition=partition, granularity=granularity, prefetch=2), 2, marked=marked)
+        for name in SHAPES
+    }
+    assert_parity(4, cases, gaps_under_strain)
 
 
 @pytest.mark.slow

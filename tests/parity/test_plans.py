@@ -66,17 +66,6 @@ def test_every_combination_of_factors_trains_alike_on_2x2(partition: str, second
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("local", "nodes", "partition"), [(4, 1, "intra"), (1, 4, "inter"), (4, 1, "inter"), (1, 4, "intra")]
-)
-def test_every_combination_of_factors_trains_alike_on_one_axis(local: int, nodes: int, partition: str) -> None:
-    """One node of four ranks, and four nodes of one: every collective has one hop."""
-    plans = valid_plans(tw.Factor(local=local, nodes=nodes), partition)
-    assert len(plans) == 23
-    assert_parity(4, {name: Case(plan, 2) for name, plan in differ(plans).items() if plan.secondary is None})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(("local", "nodes"), [(2, 2), (4, 1), (1, 4), (2, 3), (3, 2), (6, 1), (1, 6)])

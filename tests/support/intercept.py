@@ -165,6 +165,18 @@ def every_operation(
     return errors
 
 
+def check_operations(
+    group: dist.ProcessGroup, codec: str, limit: float, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> None:
+    """Every operation in a step keeps to a relative error; bf16 rounds, too. A lossless codec sends whole numbers."""
+    for dtype in dtypes:
+        with tw.step_scope():
+            errors = every_operation(group, values if LIMITS[codec] else whole_numbers, dtype)
+        bound = limit + (0.004 if LIMITS[codec] and dtype == torch.bfloat16 else 0)
+        for operation, relative in errors.items():
+            assert relative <= bound, (codec, dtype, operation, relative)
+
+
 Losses = list[float]
 
 

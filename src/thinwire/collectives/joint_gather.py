@@ -12,10 +12,9 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather, gather_hops
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import codec_of, encode_shorter
+from thinwire.collectives.messages import announced, codec_of, encode_shorter
 from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.errors import WireError
 from thinwire.program import Kind, Stage, padded
 from thinwire.program.shares import ALIGNMENT_BYTES
 
@@ -158,7 +157,7 @@ def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> M
 def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
     """The lengths of all pieces are exchanged first. Pieces follow each other at aligned places, without gaps."""
     device, mine, columns = parts[0].whole.device, group.index, group.columns
-    bounds = [codec.max_wire_bytes(part.own.numel(), part.own.dtype) for part in parts]
+    pieces = [(part.own.numel(), part.own.dtype) for part in parts]
     table, _ = _table(group, [_slot(codec, part) for part in parts], device)
     lengths = allocate(group.size * len(parts), torch.int64, device).view(group.size, -1)
 
@@ -175,13 +174,14 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
         subgroup = group.hops[stage]
         subgroup.gather([lengths[rows[0] : rows[-1] + 1].view(-1) for rows in of_members], Kind.ALL_GATHER)
         for row in zip(*of_members, strict=True):
-            known = [sum(padded(n, ALIGNMENT_BYTES) for n in _checked(lengths[member], bounds)) for member in row]
-            subgroup.gather([table[member, :size] for member, size in zip(row, known, strict=True)], Kind.ALL_GATHER)
+            known = [announced(codec, lengths[member], pieces) for member in row]
+            sizes = [sum(padded(length, ALIGNMENT_BYTES) for length in of_member) for of_member in known]
+            subgroup.gather([table[member, :size] for member, size in zip(row, sizes, strict=True)], Kind.ALL_GATHER)
 
     def decode() -> None:
         for member in range(group.size):
             begin = 0
-            for part, length in zip(parts, _checked(lengths[member], bounds), strict=True):
+            for part, length in zip(parts, announced(codec, lengths[member], pieces), strict=True):
                 piece = part.whole.view(group.size, -1)[member]
                 message = table[member, begin : begin + length]
                 sent_by = codec_of(codec, message, piece.numel(), piece.dtype)
@@ -197,18 +197,6 @@ def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -
 
 def _slot(codec: Codec, part: Part) -> int:
     return codec.slot_bytes(part.own.numel(), part.own.dtype)
-
-
-def _checked(lengths: torch.Tensor, bounds: Sequence[int]) -> list[int]:
-    """Lengths of one member's messages, which it has chosen and which determine how much is read."""
-    announced: list[int] = lengths.tolist()
-    for length, bound in zip(announced, bounds, strict=True):
-        if not 0 <= length <= bound:
-            raise WireError(
-                f"a message of a gather is announced with {length} bytes, where it takes at most {bound}: ranks "
-                "disagree about what they send, or the message is corrupt"
-            )
-    return announced
 
 
 def _table(group: AxisGroup, sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, list[slice]]:

@@ -217,17 +217,8 @@ class Messages:
         return self.room(index)[: self._known[index]]
 
     def _announced(self) -> list[int]:
-        """Lengths of the messages, as they have been received. A peer has chosen them, and they determine how much is
-        read."""
-        lengths: list[int] = self._lengths.tolist()
-        for index, (size, length) in enumerate(zip(self._sizes, lengths, strict=True)):
-            largest = self.codec.max_wire_bytes(size, self._dtype)
-            if not 0 <= length <= largest:
-                raise WireError(
-                    f"message {index} of {self.codec.spec} is announced with {length} bytes, where {size} values take "
-                    f"at most {largest}: ranks disagree about what they send, or the message is corrupt"
-                )
-        return lengths
+        """Lengths of the messages, as they have been received."""
+        return announced(self.codec, self._lengths, [(size, self._dtype) for size in self._sizes])
 
     def _codec(self, index: int) -> Codec:
         return codec_of(self.codec, self.message(index), self._sizes[index], self._dtype)
@@ -238,6 +229,24 @@ class Messages:
     def room(self, index: int) -> torch.Tensor:
         """The place of a message."""
         return self.buffer[self._starts[index] : self._starts[index + 1]]
+
+
+def announced(codec: Codec, lengths: torch.Tensor, pieces: Sequence[tuple[int, torch.dtype]]) -> list[int]:
+    """Lengths of messages with so many values of a dtype each. A peer has chosen them, and they determine how much is
+    read.
+
+    Raises:
+        WireError: No message can be as long.
+    """
+    known: list[int] = lengths.tolist()
+    for index, ((size, dtype), length) in enumerate(zip(pieces, known, strict=True)):
+        largest = codec.max_wire_bytes(size, dtype)
+        if not 0 <= length <= largest:
+            raise WireError(
+                f"message {index} of {codec.spec} is announced with {length} bytes, where {size} values take "
+                f"at most {largest}: ranks disagree about what they send, or the message is corrupt"
+            )
+    return known
 
 
 def encode_shorter(codec: Codec, piece: torch.Tensor, seed: int | None, room: torch.Tensor) -> torch.Tensor:

@@ -171,10 +171,9 @@ def _encoded_hop(
     stages: tuple[Stage, Stage],
 ) -> Moves:
     """Encode, exchange, decode and add, in three queues: the transfer of one collective hides the codec of another."""
-    me, device = subgroup.index, whole.device
-    ends = list(itertools.accumulate(sizes))
-    bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    own = whole[slice(*bounds.pop(me))]
+    device = whole.device
+    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    own = whole[slice(*bounds.pop(subgroup.index))]
     encoded_dtype = whole.dtype if residual is None else torch.float32
     outgoing = Messages(codec, [stop - start for start, stop in bounds], encoded_dtype, device)
     incoming = Messages(codec, [own.numel()] * len(bounds), encoded_dtype, device)
@@ -203,8 +202,7 @@ def _recoding_hops(
     assert first is not None
     assert second is not None
     inside, across = group.hops[Stage.SCATTER_INSIDE], group.hops[Stage.SCATTER_ACROSS]
-    ends = list(itertools.accumulate(sizes))
-    bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    bounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     mine = group.local_index * group.nodes
     column = [bounds.pop(mine) for _ in range(group.nodes)]  # what remains goes to the neighbours
     row = [stop - start for start, stop in column]

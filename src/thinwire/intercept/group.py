@@ -153,19 +153,15 @@ class CompressingGroup(PlainGroup):
         if codec is None:
             call = self._inner_call("reduce_scatter_single")
             return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
-        return self._encoded_scatter(output, [tensor], codec, opts)
+        return self._encoded_scatter(output, tensor, codec, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = reduction_options(ReduceScatterOptions, opts)
-
-        def encode(output: torch.Tensor, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
-            return self._encoded_scatter(output, [tensor], codec, opts)
-
         call = self._inner_call("reduce_scatter_single_coalesced")
-        return self._each("reduce", encode, "reduce_scatter", call, [outputs, tensors], opts)
+        return self._each("reduce", self._encoded_scatter, "reduce_scatter", call, [outputs, tensors], opts)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         if isinstance(outputs, torch.Tensor):
@@ -186,19 +182,15 @@ class CompressingGroup(PlainGroup):
         if codec is None:
             call = self._inner_call("all_gather_single")
             return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
-        return self._encoded_gather([output], tensor, codec, opts)
+        return self._encoded_gather(output, tensor, codec, opts)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Several such operations in one call."""
         opts = options(AllgatherOptions, opts)
-
-        def encode(output: torch.Tensor, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
-            return self._encoded_gather([output], tensor, codec, opts)
-
         call = self._inner_call("all_gather_single_coalesced")
-        return self._each("gather", encode, "all_gather", call, [outputs, tensors], opts)
+        return self._each("gather", self._encoded_gather, "all_gather", call, [outputs, tensors], opts)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
         if isinstance(tensors, torch.Tensor):
@@ -399,18 +391,22 @@ class CompressingGroup(PlainGroup):
         return self._perform("all_reduce", codec, body, [tensor], [], tensor.nbytes, opts)
 
     def _encoded_gather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
+        self, output: torch.Tensor | Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
     ) -> dist.Work:
-        outputs, (tensor,) = encoded.arrived(outputs), encoded.arrived([tensor])
+        """Gather into one tensor, or one for each rank."""
+        outputs = encoded.arrived([output] if isinstance(output, torch.Tensor) else output)
+        (tensor,) = encoded.arrived([tensor])
         body = functools.partial(encoded.all_gather, outputs=outputs, tensor=tensor, codec=codec)
         return self._perform("all_gather", codec, body, outputs, [tensor], tensor.nbytes, opts)
 
     def _encoded_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], codec: Codec, opts: Any
+        self, output: torch.Tensor, tensor: torch.Tensor | Sequence[torch.Tensor], codec: Codec, opts: Any
     ) -> dist.Work:
+        """Reduce one tensor, or one for each rank."""
         nbytes = output.nbytes * len(self._ranks)
         scale, codecs = self._scale(opts), self._gate.hops(codec, output, output.numel() * len(self._ranks))
-        (output,), inputs = encoded.arrived([output]), encoded.arrived(inputs)
+        (output,) = encoded.arrived([output])
+        inputs = encoded.arrived([tensor] if isinstance(tensor, torch.Tensor) else tensor)
         body = functools.partial(encoded.reduce_scatter, output=output, inputs=inputs, scale=scale, codecs=codecs)
         return self._perform("reduce_scatter", codec, body, [output], inputs, nbytes, opts)
 

@@ -62,7 +62,5 @@ def measure_codec(
             dtype=dtype,  # type: ignore[arg-type]
             work=work,  # type: ignore[arg-type]
             numel=numel,
-            seconds=spread.median,
-            low=spread.low,
-            high=spread.high,
+            **spread.row,
         )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,13 @@ class ModelPiece:
     flops: int
     make: Callable[[torch.device], tuple[Sequence[nn.Parameter], Callable[[], Tensor]]]
     repeats: int = 1
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What tells its row of a profile from others, by the names that it has there."""
+        dimensions = ("hidden", "ffn", "heads", "kv_heads", "vocab")
+        of_shape = {name: getattr(self.shape, name) for name in dimensions}
+        return {"part": self.part, **of_shape, "seq": self.seq, "micro_batch": self.micro_batch, "dtype": self.dtype}
 
 
 def measure_model(
@@ -93,21 +100,8 @@ def _measure_part(piece: ModelPiece, control: Control, device: torch.device, sec
     # The slowest rank counts: in training, a rank that is done early would go on and take its share of the cores.
     whole = Spread.of([max(sum(pair) for pair in column) for column in zip(*everyone, strict=True)]).median
     share = sum(pair[0] for rank in everyone for pair in rank) / sum(sum(pair) for rank in everyone for pair in rank)
-    shape = piece.shape
-    return ComputeRow(
-        part=piece.part,  # type: ignore[arg-type]
-        hidden=shape.hidden,
-        ffn=shape.ffn,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        vocab=shape.vocab,
-        seq=piece.seq,
-        micro_batch=piece.micro_batch,
-        dtype=piece.dtype,
-        forward=share * whole / piece.repeats,
-        backward=(1 - share) * whole / piece.repeats,
-        flops=piece.flops,
-    )
+    each = whole / piece.repeats
+    return ComputeRow(**piece.row, forward=share * each, backward=(1 - share) * each, flops=piece.flops)
 
 
 def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, seconds: float) -> float:

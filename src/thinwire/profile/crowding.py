@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import Call
+from thinwire.profile.timing import Call, clocked
 
 TURNS = 8
 """Number of turns. All of them count, because other work on the machine may slow down either part of a turn."""
@@ -37,29 +37,20 @@ def measure_crowding(compute: Call, control: Control, device: torch.device, turn
     if device.type != "cpu":
         return 0.0
     compute()
-    once = control.all_reduce_mean([_computing(compute, control, 1)])[0]
+    once = control.all_reduce_mean(clocked(control, compute, 1, device)[:1])[0]
     calls = max(1, round(turn / once))
     held_up = seconds = 0.0
-    before = _computing(compute, control, calls)
+    before, _ = clocked(control, compute, calls, device)
     for _ in range(TURNS):
         with _spinning() as spun:
-            beside = _computing(compute, control, calls)
+            beside, _ = clocked(control, compute, calls, device)
         # Other work changes the pace of the machine, so computation alone is timed right before and right after.
-        after = _computing(compute, control, calls)
+        after, _ = clocked(control, compute, calls, device)
         alone, together, used = control.all_reduce_mean([(before + after) / 2, beside, *spun])
-        held_up += together - alone
+        held_up += calls * (together - alone)
         seconds += used
         before = after
     return max(0.0, held_up / seconds)
-
-
-def _computing(compute: Call, control: Control, calls: int) -> float:
-    """Seconds of ``calls`` computations on this rank, while all ranks compute."""
-    control.barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        compute()
-    return time.perf_counter() - begin
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -102,17 +102,7 @@ def measure_exchange(
     if what.groups == "one" and not groups.works_alone(what.nodes):
         body = lambda: None  # noqa: E731
     spread = timed(control, body, seconds=seconds, device=device)
-    return CollectiveRow(
-        kind=what.kind,  # type: ignore[arg-type]
-        local=what.local,
-        nodes=what.nodes,
-        groups=what.groups,  # type: ignore[arg-type]
-        sent=sent_bytes(what, size),
-        seconds=spread.median,
-        low=spread.low,
-        high=spread.high,
-        processor=spread.processor,
-    )
+    return CollectiveRow(**asdict(what), sent=sent_bytes(what, size), **spread.row, processor=spread.processor)
 
 
 def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Call:

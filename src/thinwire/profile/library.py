@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Final
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.group import Control
 from thinwire.collectives.job.torch_groups import library_call, named_group
-from thinwire.profile.exchanging import COPIES, LARGE
+from thinwire.profile.exchanging import COPIES, LARGE, Exchange
 from thinwire.profile.timing import Call, Deadline, in_turn, timed
 from thinwire.program import Kind
 from thinwire.spec import Factor
@@ -61,16 +62,9 @@ def _row(
         return library_call(kind, torch.zeros(size // 2, dtype=torch.bfloat16, device=device), group)
 
     spread = timed(control, in_turn(call, COPIES if size <= LARGE else 1), seconds=seconds, device=device)
-    return CollectiveRow(
-        kind=str(kind),  # type: ignore[arg-type]
-        local=shape.local,
-        nodes=shape.nodes,
-        sent=size * (shape.ranks - 1) // shape.ranks * (2 if kind is Kind.ALL_REDUCE else 1),
-        seconds=spread.median,
-        low=spread.low,
-        high=spread.high,
-        processor=spread.processor,
-    )
+    what = Exchange(str(kind), shape.local, shape.nodes)
+    sent = size * (shape.ranks - 1) // shape.ranks * (2 if kind is Kind.ALL_REDUCE else 1)
+    return CollectiveRow(**asdict(what), sent=sent, **spread.row, processor=spread.processor)
 
 
 def _group_of(mesh: Factor, shape: Factor, rank: int) -> dist.ProcessGroup:

@@ -177,16 +177,8 @@ class _Measuring:
         models: dict[ModelSpec, list[ModelPiece]] = {}
         for piece in self._settings.pieces:
             models.setdefault(piece.shape, []).append(piece)
-        known = {
-            (row.part, row.hidden, row.ffn, row.heads, row.kv_heads, row.vocab, row.seq, row.micro_batch, row.dtype)
-            for row in self._rows.compute
-        }
-        left = []
-        for shape, pieces in models.items():
-            first = pieces[0]
-            key = (first.part, shape.hidden, shape.ffn, shape.heads, shape.kv_heads, shape.vocab)
-            if (*key, first.seq, first.micro_batch, first.dtype) not in known:
-                left.append(pieces)
+        rows = [row.to_dict() for row in self._rows.compute]
+        left = [pieces for pieces in models.values() if not any(pieces[0].row.items() <= row.items() for row in rows)]
         for number, pieces in enumerate(left):
             self._report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
             share = max(0.0, deadline.left()) / (len(left) - number)

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -49,6 +49,11 @@ class Spread:
             return cls(samples[0], samples[0], samples[0], processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, low, high, processor)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The seconds, by their names in a row of a profile."""
+        return {"seconds": self.median, "low": self.low, "high": self.high}
 
 
 class Deadline:
@@ -102,7 +107,7 @@ def timed(control: Control, body: Call, *, seconds: float, device: torch.device,
         first = min(first, *(_once(control, body, device) for _ in range(2)))
         calls = max(calls, int(min(_LASTING, seconds / FEWEST) / max(first, 1e-6)))
     wanted = max(FEWEST, min(MOST, int(seconds / max(first * calls, 1e-6))))
-    samples = [_clocked(control, body, calls, device) for _ in range(wanted)]
+    samples = [clocked(control, body, calls, device) for _ in range(wanted)]
     everyone = control.all_gather_typed(samples, PAIRS)
     slowest = [max(seconds for seconds, _ in column) for column in zip(*everyone, strict=True)]
     working = [statistics.median(processor for _, processor in rank) for rank in everyone]
@@ -110,12 +115,12 @@ def timed(control: Control, body: Call, *, seconds: float, device: torch.device,
 
 
 def _once(control: Control, body: Call, device: torch.device) -> float:
-    seconds, _ = _clocked(control, body, 1, device)
+    seconds, _ = clocked(control, body, 1, device)
     return max(control.all_gather_typed(seconds, SECONDS))
 
 
-def _clocked(control: Control, body: Call, calls: int, device: torch.device) -> tuple[float, float]:
-    """Wall-clock seconds and processor seconds of one call in this process."""
+def clocked(control: Control, body: Call, calls: int, device: torch.device) -> tuple[float, float]:
+    """Wall-clock seconds and processor seconds of one of several calls in this process; all ranks begin together."""
     control.barrier()
     begin, begun = time.perf_counter(), time.process_time()
     for _ in range(calls):

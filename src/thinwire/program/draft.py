@@ -32,32 +32,31 @@ class Draft:
         return math.prod(self._shapes[axis])
 
     def add(
-        self, call: Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
+        self,
+        call: Call,
+        parts: Sequence[tuple[int | Sequence[int], MessageSizes]],
+        start: Event,
+        after: tuple[int, ...] = (),
     ) -> int:
-        """Add an operation on a vector that is cut into ``pieces``, one for each member; returns its index."""
-        return self.record(call, start, after, self._hops(call, pieces, sizes))
+        """Add an operation on vectors whose messages travel as one; returns its index.
 
-    def add_even(self, call: Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
-        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
-        return self.add(call, self._cut(call.axis, numel), sizes, start, after)
-
-    def add_joint(
-        self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event, after: tuple[int, ...] = ()
-    ) -> int:
-        """Add an operation on several vectors (number of elements, sizes of messages), each cut evenly, whose messages
-        travel as one."""
-        of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
+        Args:
+            call: What the operation is.
+            parts: For each vector, its elements and the sizes of its messages: a number of elements, which the members
+                of the axis cut evenly, or that of each member's piece.
+            start: Event that starts it.
+            after: Operations whose results it needs.
+        """
+        of_parts = [self._hops(call, pieces, sizes) for pieces, sizes in parts]
         joint = of_parts[0]
         if len(of_parts) > 1:
             joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
         return self.record(call, start, after, joint)
 
-    def _cut(self, axis: Axis, numel: int) -> Even:
-        count = self.extent(axis)
-        return Even(numel // count, count)
-
-    def _hops(self, call: Call, pieces: Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
+    def _hops(self, call: Call, pieces: int | Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
         axis = call.axis
+        if isinstance(pieces, int):
+            pieces = Even(pieces // self.extent(axis), self.extent(axis))
         # Blocks repeat. Sizes are compared by their functions, which are made once for each codec.
         key = (call.kind, axis, pieces, sizes) if isinstance(pieces, Even) else None
         if key is not None and key in self._hops_of:

@@ -273,7 +273,7 @@ class Gathers:
         if self._plan.residence.streams_params and axis is Axis.PARAMS:
             size = sum(buffer.kept(shards, shards) for buffer in buffers)
             coming = (self._draft.record(Call(Kind.COPY, HostLane.UP, axis, units, size=size), event),)
-        operation = self._draft.add_joint(call, parts, event, coming)
+        operation = self._draft.add(call, parts, event, coming)
         if joint and stored is None:
             self.copied += sum(buffer.nbytes for buffer in buffers)
         for unit in units:

@@ -109,11 +109,11 @@ def add_exchange(plan: Plan, units: Sequence[UnitInfo], draft: Draft, fragments:
             if part.encoded and plan.islands is not None and plan.islands.sends_visible:
                 length, kind = plan.num_islands * length, Kind.ALL_GATHER  # every island's message goes to all others
             call = Call(kind, Lane.OUTER, Axis.ISLANDS, part.units, part.encoded, delay=delay)
-            draft.wait(event, draft.add_even(call, length, sizes, event))
+            draft.wait(event, draft.add(call, [(length, sizes)], event))
             if replicas > 1:
                 plain = change_sizes(plan, encoded=False)
                 call = Call(Kind.ALL_GATHER, Lane.OUTER, Axis.REPLICA, part.units, delay=delay)
-                draft.wait(event, draft.add_even(call, part.length, plain, event, (len(draft.operations) - 1,)))
+                draft.wait(event, draft.add(call, [(part.length, plain)], event, (len(draft.operations) - 1,)))
 
 
 def exchange_operations(

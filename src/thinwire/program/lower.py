@@ -46,12 +46,9 @@ def control_bytes(units: Sequence[UnitInfo]) -> int:
 def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trace:
     """The trace of units that run one after another, blocks once more in the backward if ``recompute``. Unit 0 encloses
     all others if it is the root (unnamed)."""
-    order = range(len(units))
-    if units and units[0].name == "":
-        inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
-        forward = [(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)]
-    else:
-        forward = [(phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    has_root = bool(units) and units[0].name == ""
+    inner = [(phase, u) for u in range(has_root, len(units)) for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    forward = [(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)] if has_root else inner
     return Trace.of_forward(forward, units, recompute=recompute)
 
 
@@ -265,7 +262,7 @@ class _Reductions:
     def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)
         sizes = self._sizes(Axis.PARAMS, bucket.encoded)
-        operation = self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event)
+        operation = self._draft.add(call, [(within(bucket.pieces, chunk.span), sizes)], event)
         for unit in chunk.units:
             self._over_params.setdefault(unit, []).append(operation)
         self._chunk_started(bucket, call, operation, event, overlapped=self._plan.overlap.reduce)
@@ -278,14 +275,14 @@ class _Reductions:
         if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
             call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, chunk)
             sizes = self._sizes(Axis.SHARD, bucket.encoded)
-            after = (self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event, after),)
+            after = (self._draft.add(call, [(within(bucket.pieces, chunk.span), sizes)], event, after),)
             self._chunk_started(bucket, call, after[0], event, overlapped=overlapped)
         replicas = self._draft.extent(Axis.REPLICA)
         if self._last and replicas > 1:
             call = self._call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, chunk)
             share = padded(bucket.pieces[self._draft.places[Axis.SHARD]], replicas)
             sizes = self._sizes(Axis.REPLICA, bucket.encoded)
-            synced = self._draft.add_even(call, within((share,), chunk.span)[0], sizes, event, after)
+            synced = self._draft.add(call, [(within((share,), chunk.span)[0], sizes)], event, after)
             self._chunk_started(bucket, call, synced, event, overlapped=overlapped)
 
     @staticmethod
@@ -328,7 +325,7 @@ def _take_step(
     world = draft.extent(Axis.WORLD)
     for size in (control_bytes(units), *((NORM_BYTES,) if clip else ())) if world > 1 else ():
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
-        draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
+        draft.wait(event, draft.add(call, [(size * world, MessageSizes.plain(1))], event))
     add_exchange(plan, units, draft, fragments)
     spreads, streams = draft.extent(Axis.SHARD) > 1, not plan.residence.on_device
     if not spreads and not streams:
@@ -411,12 +408,9 @@ def _spread(
         encoded = buffers[keys[0]].encoded
         call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys))
         codec, shards = used_codec(plan, "spread"), plan.params.ranks
-        sizes = [gather_sizes(codec, buffers[key], shards=shards, joint=joint) for key in keys]
-        if joint:
-            parts = [(sum(buffers[key].shares), of_key) for key, of_key in zip(keys, sizes, strict=True)]
-            operation = draft.add_joint(call, parts, event, after)
-        else:
-            operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event, after)
+        spread = [buffers[key] for key in keys]
+        parts = [(buffer.shares, gather_sizes(codec, buffer, shards=shards, joint=joint)) for buffer in spread]
+        operation = draft.add(call, parts, event, after)
         started.append(operation)
         for unit in together if plan.overlap.spread else ():
             draft.hold_back(unit, (operation,))

@@ -81,21 +81,27 @@ def differences(model: nn.Module, reference: nn.Module) -> dict[str, float]:
     return beyond
 
 
-def faults(names: Sequence[str], plans: Sequence[str], steps: int = 3) -> list[str]:
-    """On every rank: train architectures under plans, and alone.
+def faults(
+    names: Sequence[str], plans: Sequence[str], steps: int = 3, checkpointing: dict[str, bool] | None = None
+) -> list[str]:
+    """On every rank: train architectures under plans, where given with gradient ``checkpointing`` of their own, and
+    alone.
 
     Returns:
         One sentence for each that differs or fails; empty if all is well.
     """
     with quiet():
-        return [fault for name in names for fault in _faults(name, plans, steps)]
+        return [fault for name in names for fault in _faults(name, plans, steps, checkpointing)]
 
 
-def _faults(name: str, plans: Sequence[str], steps: int) -> Iterator[str]:
+def _faults(name: str, plans: Sequence[str], steps: int, checkpointing: dict[str, bool] | None) -> Iterator[str]:
     reference = catalog.build(name)
     expected = losses_alone(name, reference, steps)
     for plan_name in plans:
-        model = tw.shard(catalog.build(name), plan(plan_name))
+        model = catalog.build(name)
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        tw.shard(model, plan(plan_name))
         losses = losses_sharded(name, model, steps)
         beyond = differences(model, reference)
         runtime(model).lanes.close()

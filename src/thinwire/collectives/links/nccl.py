@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from thinwire.collectives.links.connections import Connections
-from thinwire.collectives.links.replacement import Replacement
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,25 @@ def _make_nccl(membership: Membership) -> Any:
     return made
 
 
-_replacement: Replacement[MakeBackend] = Replacement()
+_replacements: list[MakeBackend] = []
 
 
 def backend_maker(device: torch.device) -> MakeBackend | None:
     """What makes communicators for tensors of a device; ``None`` if they travel over gloo."""
-    if _replacement.maker is not None:
-        return _replacement.maker
+    if _replacements:
+        return _replacements[-1]
     uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
     return _make_nccl if uses_nccl else None
 
 
-def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def replace_nccl(make: MakeBackend) -> Iterator[None]:
     """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`."""
-    return _replacement.use(make)
+    _replacements.append(make)
+    try:
+        yield
+    finally:
+        _replacements.pop()
 
 
 class NcclLinks(Connections):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-
-from thinwire.collectives.links.replacement import Replacement
 
 
 class StreamEvent(Protocol):
@@ -130,16 +128,21 @@ class CudaStreams(Streams):
         torch.cuda.synchronize(self._device)
 
 
-_replacement: Replacement[Callable[[torch.device], Streams]] = Replacement()
+_replacements: list[Callable[[torch.device], Streams]] = []
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; ``None`` if it has none, as CPUs."""
-    if _replacement.maker is not None:
-        return _replacement.maker(device)
+    if _replacements:
+        return _replacements[-1](device)
     return CudaStreams(device) if device.type == "cuda" else None
 
 
-def replace_streams(make: Callable[[torch.device], Streams]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def replace_streams(make: Callable[[torch.device], Streams]) -> Iterator[None]:
     """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`."""
-    return _replacement.use(make)
+    _replacements.append(make)
+    try:
+        yield
+    finally:
+        _replacements.pop()
