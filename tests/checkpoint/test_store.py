@@ -29,7 +29,7 @@ from thinwire.checkpoint.background import BackgroundWriter
 from thinwire.checkpoint.bases import Base
 from thinwire.checkpoint.manifest import Content
 from thinwire.checkpoint.storage import Chunk, ShardedVector
-from thinwire.checkpoint.store import read, verify, write
+from thinwire.checkpoint.store import open_checkpoint, read, verify, write
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import CheckpointError
 
@@ -158,7 +158,7 @@ def load(control: Any, path: Path, salt: int = 0) -> bool:
         spans = [*cut(NUMEL[key], control.rank, control.size, seed + 100), (NUMEL[key] // 3, NUMEL[key] // 2)]
         chunks = tuple(Chunk(begin, torch.zeros(end - begin, dtype=DTYPE[key])) for begin, end in spans)
         vectors[key] = ShardedVector(NUMEL[key], chunks)
-    read(path, vectors, control=control)
+    read(open_checkpoint(path), vectors, control=control)
     return all(
         torch.equal(chunk.tensor, truth(key, salt)[chunk.offset : chunk.offset + chunk.tensor.numel()])
         for key, vector in vectors.items()
@@ -191,7 +191,7 @@ def test_saved_by_four_ranks_loaded_by_any_number(tmp_path: Path, way: Save) -> 
 
 
 def load_missing(control: Any, path: Path) -> None:
-    read(path, {"model/c": ShardedVector(1, ())} if control.rank == 1 else {}, control=control)
+    read(open_checkpoint(path), {"model/c": ShardedVector(1, ())} if control.rank == 1 else {}, control=control)
 
 
 @pytest.mark.slow

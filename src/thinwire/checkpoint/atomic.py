@@ -26,7 +26,6 @@ import contextlib
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ class Staging:
 
     Args:
         target: Path of the finished directory, without symbolic links.
-        token: Identifies this save; all ranks use rank 0's token.
+        token: Identifies this save, by 16 hexadecimal digits; all ranks use rank 0's.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -57,11 +56,6 @@ class Staging:
         self.directory = target.with_name(f".tmp-{target.name}-{token}")
         self._aside = target.with_name(f".old-{target.name}-{token}")
         self._lock: int | None = None
-
-    @staticmethod
-    def new_token() -> str:
-        """Draw a token that no other save uses."""
-        return secrets.token_hex(8)
 
     def create(self) -> None:
         """Recover the parent directory, then create the staging directory and lock it.

@@ -62,7 +62,8 @@ SAFETENSORS_CODES: Final[dict[torch.dtype, str]] = {
 """Every element type a checkpoint can hold, and its name in a safetensors header; in the order in which the library
 stores tensors."""
 
-_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+"""The element types by their names in a manifest."""
 
 _WIDER_FLOATS: Final = {torch.float32, torch.float64}
 _LOSSLESS: Final[dict[torch.dtype, set[torch.dtype]]] = {
@@ -81,17 +82,6 @@ _LOSSLESS: Final[dict[torch.dtype, set[torch.dtype]]] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of an element type in a manifest, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """The element type of a name in a manifest.
-
-    Raises:
-        CheckpointError: No element type of checkpoints has this name.
-    """
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def converts_losslessly(source: torch.dtype, target: torch.dtype) -> bool:
@@ -423,14 +413,14 @@ def _vector_entry(item: object, num_files: int, where: str) -> VectorEntry:
     fields = as_object(item, where, {"numel", "dtype", "spans"})
     (numel,) = as_integers([fields["numel"]], 1, where)
     name = fields["dtype"]
-    if name is not None and (type(name) is not str or name not in _DTYPES):
-        raise CheckpointError(f"{where}: dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
+    if name is not None and (type(name) is not str or name not in DTYPES):
+        raise CheckpointError(f"{where}: dtype {quote(name)} is not one of {', '.join(DTYPES)}")
     if name is None and numel:
         raise CheckpointError(f"{where}: {numel} elements of no dtype")
     spans = tuple(StoredSpan(*as_integers(span, 3, where)) for span in as_array(fields["spans"], where))
     if any(span.file >= num_files for span in spans):
         raise CheckpointError(f"{where}: a span lies in a file that is not listed")
-    return VectorEntry(numel, None if name is None else _DTYPES[name], spans)
+    return VectorEntry(numel, None if name is None else DTYPES[name], spans)
 
 
 def _reference(item: object, vectors: Mapping[str, VectorEntry], where: str) -> Reference:
@@ -459,8 +449,8 @@ def parse_contents(item: object, where: str) -> dict[str, Content]:
     contents = {}
     for key, entry in as_object(item, where, None).items():
         numel, name, crc = fields if len(fields := as_array(entry, where)) == 3 else (None, None, None)
-        if type(name) is not str or name not in _DTYPES or type(crc) is not str or not _CRC.fullmatch(crc):
+        if type(name) is not str or name not in DTYPES or type(crc) is not str or not _CRC.fullmatch(crc):
             raise CheckpointError(f"{where}: corrupt: {quote(key)} is {quote(entry)}")
         (length,) = as_integers([numel], 1, where)
-        contents[key] = Content(length, _DTYPES[name], int(crc, 16))
+        contents[key] = Content(length, DTYPES[name], int(crc, 16))
     return contents

@@ -17,10 +17,10 @@ from typing import final
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, ReadPiece, as_bytes, read_ahead, read_into
-from thinwire.checkpoint.header import check_header
+from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, as_bytes, read_ahead, read_into
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_size, os_reason
 from thinwire.checkpoint.storage import ShardedVector
+from thinwire.checkpoint.tensor_files import check_header
 from thinwire.errors import CheckpointError
 
 
@@ -131,10 +131,10 @@ class WantedFile:
                 those with elements of the corrupt block with what it holds.
         """
         placed = self._placed()
-        reads = _checked(self.path, self.file, [piece for piece, _ in placed])
-        for read, (_, copied) in zip(reads, placed, strict=True):
+        blocks = _checked(self.path, self.file, [piece for piece, _ in placed])
+        for block, (piece, copied) in zip(blocks, placed, strict=True):
             for run in copied:
-                run.take(read.piece.begin, read.block)
+                run.take(piece.begin, block)
 
     def fill_unchecked(self) -> None:
         """Read the runs of a file that has passed :func:`check_file`, into tensors on the CPU of the stored type.
@@ -182,41 +182,34 @@ def _spans(file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, int]]
             yield at, min(BLOCK_BYTES, begin + length - at)
 
 
-def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[ReadPiece]:
-    """Read blocks of a file and compare them with their checksums.
-
-    Args:
-        path: The file.
-        file: Its manifest entry.
-        pieces: All pieces of the blocks to read, in order.
+def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    """Read blocks of a file, given by all their pieces in order, and compare them with their checksums.
 
     Yields:
-        Each piece, valid until the next one is asked for. Only the last of a block tells that the block is right.
+        The block of memory of each piece, valid until the next one is asked for. Only the last piece of a block tells
+        that the block is right.
 
     Raises:
         CheckpointError: The file cannot be read, or a block differs from its checksum.
     """
     crc = 0
     try:
-        for read in read_ahead(path, pieces):
-            for part in read.parts:
+        for piece, memory, parts in read_ahead(path, pieces):
+            for part in parts:
                 crc = crc32(part.numpy().data, crc)
-            number = (read.piece.end - 1) // file.block_bytes
-            if read.piece.end == sum(file.block(number)):
-                _compare(path, file, number, crc)
+            end = piece.begin + piece.length
+            number = (end - 1) // file.block_bytes
+            begin, length = file.block(number)
+            if end == begin + length:
+                if crc != file.crcs[number]:
+                    raise CheckpointError(
+                        f"{path}: corrupt: the CRC-32 of bytes {begin} to {end} is {crc:08x}, the manifest says "
+                        f"{file.crcs[number]:08x}"
+                    )
                 crc = 0
-            yield read
+            yield memory
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
-
-
-def _compare(path: Path, file: FileEntry, number: int, crc: int) -> None:
-    if crc != file.crcs[number]:
-        begin, length = file.block(number)
-        raise CheckpointError(
-            f"{path}: corrupt: the CRC-32 of bytes {begin} to {begin + length} is {crc:08x}, the manifest says "
-            f"{file.crcs[number]:08x}"
-        )
 
 
 def _by_file(

@@ -38,11 +38,6 @@ def dump_value(value: object, what: str) -> str:
         raise CheckpointError(f"{what}: cannot be written as JSON: {error}") from error
 
 
-def parse_value(text: str) -> Any:
-    """Parse the output of :func:`dump_value`."""
-    return json.loads(text)
-
-
 def check_count(raw: bytes, where: str, remedy: str) -> None:
     """Bound what parsing allocates. Characters inside of strings count too, since finding strings is parsing."""
     count = sum(map(raw.count, (b"[", b"{", b",")))

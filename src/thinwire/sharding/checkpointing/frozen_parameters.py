@@ -22,7 +22,7 @@ from thinwire.checkpoint.background import PendingSave
 from thinwire.checkpoint.bases import Base, base_name, describe_difference
 from thinwire.checkpoint.blocks import as_bytes
 from thinwire.checkpoint.durable import directory_of
-from thinwire.checkpoint.manifest import Content, check_cover, dtype_name, named_dtype
+from thinwire.checkpoint.manifest import DTYPES, Content, check_cover, dtype_name
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
@@ -165,7 +165,7 @@ def _contents(
 def _joined(key: str, numel: int, pieces: Sequence[_Piece]) -> Content:
     spans = [(piece.offset, piece.numel) for piece in pieces]
     check_cover(spans, numel, f"vector {key!r}: of all ranks' chunks, elements")
-    dtype, crc = named_dtype(pieces[0].dtype), 0
+    dtype, crc = DTYPES[pieces[0].dtype], 0
     for piece in sorted(pieces, key=lambda one: one.offset):
         crc = crc32_combine(crc, piece.crc, piece.numel * dtype.itemsize)
     return Content(numel, dtype, crc)
