@@ -108,14 +108,8 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def locate(path: Path) -> Path:
-    """Find the directory that holds a checkpoint: ``path``, or the renamed predecessor that a crash has left.
-
-    Args:
-        path: Path of the checkpoint.
-
-    Returns:
-        The directory; ``path`` itself if there is no checkpoint at all, so that reading it raises an error.
-    """
+    """Find the directory that holds a checkpoint: ``path``, or the renamed predecessor that a crash has left. It is
+    ``path`` itself if there is no checkpoint at all, so that reading it raises an error."""
     path = path.resolve()
     if not path.exists() and path.parent.is_dir():
         for leftover in path.parent.iterdir():
@@ -128,10 +122,7 @@ def locate(path: Path) -> Path:
 def recover(parent: Path) -> None:
     """Restore checkpoints that a crash has left under another name, and delete the leftovers of crashed saves.
 
-    Every save calls this. Call it before you look for the newest checkpoint in a directory.
-
-    Args:
-        parent: Directory of the checkpoints; if it does not exist, nothing happens.
+    Every save calls this. Call it before you look for the newest checkpoint in a directory, which need not exist.
     """
     if parent.is_dir():
         with _alone_in(parent):

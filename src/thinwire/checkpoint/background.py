@@ -287,11 +287,7 @@ class BackgroundWriter:
 
 @final
 class _Watched:
-    """A control group that knows whether its thread waits for other ranks, or for the file system.
-
-    Args:
-        control: The group.
-    """
+    """A control group that knows whether its thread waits for other ranks, or for the file system."""
 
     WAITING: Final = "waits for other ranks"
     WRITING: Final = "still waits for the file system"
@@ -320,11 +316,7 @@ class _Watched:
 
 
 class _HostMemory:
-    """Memory of the host for copies of chunks, kept from one copy to the next.
-
-    Args:
-        streams_of: The streams of the devices that are copied from.
-    """
+    """Memory of the host for copies of chunks, kept from one copy to the next."""
 
     def __init__(self, streams_of: StreamsOf) -> None:
         self._streams_of = streams_of
@@ -332,15 +324,8 @@ class _HostMemory:
 
     @torch.no_grad()
     def copy(self, vectors: Mapping[str, ShardedVector]) -> dict[str, ShardedVector]:
-        """Copy the chunks. Work that is queued on a device afterwards does not change the copy.
-
-        Args:
-            vectors: By key; their chunks may be on devices.
-
-        Returns:
-            The same vectors, whose chunks lie in this memory until the next copy, once the host has waited for what
-            its devices have queued.
-        """
+        """The same vectors, whose chunks lie in this memory until the next copy, once the host has waited for what
+        their devices have queued. Work that is queued on a device afterwards does not change the copy."""
         chunks = [chunk.tensor for vector in vectors.values() for chunk in vector.chunks]
         self._make_room(sum(_aligned(chunk.nbytes) for chunk in chunks), chunks)
         begin = 0

@@ -100,11 +100,8 @@ class Piece:
 
 
 def read_ahead(path: Path, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor, list[torch.Tensor]]]:
-    """Read pieces of a file; the next two are read while the caller has one.
-
-    Args:
-        path: The file.
-        pieces: What to read. Bytes that go nowhere else go into a block of memory, which later pieces use again.
+    """Read pieces of a file; the next two are read while the caller has one. Bytes that go nowhere else go into a block
+    of memory, which later pieces use again.
 
     Yields:
         Each piece; a block of as many bytes, which begins at a page of memory, and of which those are valid that have
@@ -146,12 +143,7 @@ def _parts(piece: Piece, block: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def read_into(descriptor: int, position: int, targets: Iterable[torch.Tensor]) -> None:
-    """Fill tensors with successive bytes of a file.
-
-    Args:
-        descriptor: The open file.
-        position: First byte.
-        targets: 1-D, contiguous, on the CPU, of any dtype.
+    """Fill tensors, 1-D, contiguous, on the CPU and of any dtype, with successive bytes of an open file.
 
     Raises:
         OSError: The file ends before the tensors are full, or cannot be read.

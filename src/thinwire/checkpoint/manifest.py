@@ -233,14 +233,8 @@ def seal(body: object, version: int = VERSION) -> bytes:
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """Parse and validate a manifest.
-
-    Args:
-        raw: Bytes of the file.
-        where: Path of the file, for messages.
-
-    Returns:
-        The manifest. Its files cover its vectors exactly once, and their names contain no path.
+    """Parse and validate the bytes of a manifest; messages begin with ``where``. Its files cover its vectors exactly
+    once, and their names contain no path.
 
     Raises:
         CheckpointError: Something differs from what :meth:`Manifest.encode` writes.
@@ -295,9 +289,6 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 def read_manifest(directory: Path) -> tuple[Manifest, int]:
     """Read and validate the manifest of a checkpoint directory, and check that its files exist in full size.
-
-    Args:
-        directory: The checkpoint.
 
     Returns:
         The manifest, and the CRC-32 of its bytes, which ranks compare to detect that they see different checkpoints.
@@ -437,11 +428,7 @@ def _reference(item: object, vectors: Mapping[str, VectorEntry], where: str) -> 
 
 
 def parse_contents(item: object, where: str) -> dict[str, Content]:
-    """Parse what :meth:`Content.as_json` has written, by key.
-
-    Args:
-        item: From the disk.
-        where: Beginning of messages.
+    """Parse what :meth:`Content.as_json` has written, by key; messages begin with ``where``.
 
     Raises:
         CheckpointError: It is something else.

@@ -25,12 +25,8 @@ from thinwire.errors import CheckpointError
 
 
 def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
-    """Compare a whole safetensors file with its manifest entry: size, checksums and header.
-
-    Args:
-        directory: The checkpoint.
-        file: Manifest entry of the file.
-        contents: Span of every key that the file should hold.
+    """Compare a whole safetensors file with its manifest entry, and with the spans of the keys that it should hold:
+    size, checksums and header.
 
     Raises:
         CheckpointError: Something differs; the message names the file.
@@ -43,12 +39,8 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
 
 
 def wanted_files(directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> list[WantedFile]:
-    """What a rank wants from a checkpoint, found file by file before any of it is read.
-
-    Args:
-        directory: The checkpoint.
-        manifest: Its table of contents.
-        vectors: What is wanted, of lengths and element types that fit the manifest.
+    """What a rank wants from a checkpoint, of lengths and element types that fit the manifest; found file by file
+    before any of it is read.
 
     Raises:
         CheckpointError: The header of a file with wanted elements is malformed or contradicts the manifest.

@@ -209,12 +209,6 @@ class Opened:
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     """Read the manifest of a checkpoint, and compare the sizes of its files with it, in this process alone.
 
-    Args:
-        path: The checkpoint directory.
-
-    Returns:
-        What :func:`read` takes.
-
     Raises:
         CheckpointError: The checkpoint is missing or incomplete, or its manifest is corrupt.
     """
@@ -284,15 +278,8 @@ def read(
 
 
 def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
-    """Verify a checkpoint in this process alone.
-
-    Args:
-        path: The checkpoint directory.
-        checksums: Whether to read every file and compare headers and checksums. Otherwise, only the manifest and the
-            presence and sizes of the files are checked.
-
-    Returns:
-        The manifest: files, vectors with their lengths and element types, values.
+    """Verify a checkpoint in this process alone, and return its manifest: read every file and compare headers and
+    ``checksums``, or else check only the manifest and the presence and sizes of the files.
 
     Raises:
         CheckpointError: A file is missing or corrupt; the message names it.
@@ -304,17 +291,8 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
 
 
 def _together(control: Ranks, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
-    """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
-
-    Args:
-        control: The ranks.
-        doing: Beginning of the error message.
-        action: The part of this rank; it must not communicate.
-        typed: Type of its result.
-
-    Returns:
-        The results of all ranks, by rank.
-    """
+    """Run an action, which must not communicate, on every rank; returns the results of all, by rank. If any failed, all
+    of them raise one :class:`CheckpointError`, which begins with what they were ``doing``."""
 
     def explained(problems: Mapping[int, str]) -> CheckpointError:
         ranks: dict[str, list[int]] = {}

@@ -23,13 +23,7 @@ _ORDER: Final = {dtype: place for place, dtype in enumerate(SAFETENSORS_CODES)}
 @final
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a file.
-
-    Attributes:
-        name: Its name.
-        dtype: One of ``SAFETENSORS_CODES``.
-        shape: Its shape.
-    """
+    """A tensor in a file, whose dtype is one of ``SAFETENSORS_CODES``."""
 
     name: str
     dtype: torch.dtype
@@ -50,10 +44,6 @@ def header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -
     """The bytes of a safetensors file before its elements, which follow in the order of the entries.
 
     https://github.com/huggingface/safetensors#format
-
-    Args:
-        entries: All tensors of the file.
-        metadata: Texts by name; ``None`` for none.
     """
     table: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
@@ -67,12 +57,7 @@ def header(entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None) -
 
 
 def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> dict[str, int]:
-    """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
-
-    Args:
-        path: The file.
-        size: Size of the file in bytes.
-        contents: Span of every key that the file should hold.
+    """Check that the header of a file of ``size`` bytes describes these contents, without gaps, overlaps or excess.
 
     Returns:
         The byte of the file at which the elements of each key begin.
@@ -119,13 +104,8 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
 def write_tensors(
     path: Path, entries: Sequence[TensorEntry], read: Callable[[str], torch.Tensor], metadata: Mapping[str, str] | None
 ) -> None:
-    """Write a file to disk, with one or two of its tensors in memory at a time.
-
-    Args:
-        path: The file, which does not exist.
-        entries: Its tensors in order.
-        read: Makes a tensor of the dtype and shape of its entry, on any device.
-        metadata: Texts by name; ``None`` for none.
+    """Write a file, which does not exist, to disk, with one or two of its tensors in memory at a time: ``read`` makes
+    each by its name, on any device.
 
     Raises:
         OSError: The disk is full, or the file system fails otherwise.
