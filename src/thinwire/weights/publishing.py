@@ -86,16 +86,8 @@ def publisher(
 
 @dataclass(frozen=True)
 class _Version:
-    """A version as this rank holds it.
-
-    Attributes:
-        number: Its number.
-        step: Optimizer steps that made it.
-        pieces: This rank's pieces.
-        values: Their values.
-        is_anchor: Whether it is published as an anchor, too.
-        is_rung: Whether a delta from the rung before it is published, too.
-    """
+    """A version as this rank holds it: the pieces and values of this rank after so many steps of the optimizer. It may
+    be published as an anchor, too, or as a delta from the rung before it."""
 
     number: int
     step: int

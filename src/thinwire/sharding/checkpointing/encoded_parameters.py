@@ -76,15 +76,7 @@ class EncodedForm(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Elements of a vector.
-
-    Attributes:
-        kind: Kind of the vector, with which its key begins.
-        numel: Number of its elements.
-        offset: First of the elements.
-        length: Their number.
-        dtype: Dtype of the vector.
-    """
+    """``length`` elements from ``offset`` on of a vector of ``numel``, whose key begins with ``kind``."""
 
     kind: str
     numel: int

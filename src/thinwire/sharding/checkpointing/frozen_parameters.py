@@ -82,17 +82,15 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def base_for(
     model: nn.Module, frozen: str | Path | None, path: Path, vectors: Mapping[str, ShardedVector], ranks: Control
 ) -> Base | None:
-    """What a save does with frozen parameters. Collective.
+    """What a save of these ranks does with frozen parameters: the base to write or to refer to; ``None`` without frozen
+    parameters. Collective.
 
     Args:
         model: The first part of the model that is saved.
         frozen: What the user said about them; see :func:`thinwire.save`.
         path: Directory of the checkpoint.
         vectors: This rank's pieces of them, by key.
-        ranks: The ranks that save together.
-
-    Returns:
-        The base to write or to refer to; ``None`` without frozen parameters.
+        ranks: The ranks.
     """
     place = path.parent if frozen is None else None if frozen == REFERENCE else directory_of(frozen).absolute()
     known = _known.setdefault(model, _Known())

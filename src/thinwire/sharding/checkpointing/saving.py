@@ -137,19 +137,9 @@ def start_saving(
     copies: bool = True,
     frozen: str | Path | None = None,
 ) -> PendingSave:
-    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-        extra: Further JSON values to save.
-        then: What the writing thread of this rank does once the checkpoint is complete.
-        limit: Seconds that the save may take; see :func:`thinwire.async_save`.
-        copies: False if the caller waits for the save, so that nothing need be copied.
-        frozen: See :func:`thinwire.save`.
-
-    Returns:
-        The save.
+    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`. Every rank has the same number of
+    parts. The writing thread of this rank does ``then`` once the checkpoint is complete. Nothing need be copied
+    (``copies``) if the caller waits for the save.
 
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
