@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from tests.support.alone import Alone
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from thinwire.checkpoint import reading, storage
-from thinwire.checkpoint.atomic import recover
 from thinwire.checkpoint.blocks import Piece
 from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
 from thinwire.checkpoint.storage import Chunk, ShardedVector
@@ -352,30 +349,6 @@ def test_one_rank_sees_another_file_system(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    save = [{"k": ShardedVector(4, (Chunk(2 * rank, torch.full((2,), 1.0)),))} for rank in range(2)]
-    succeed(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {}, control=seat)))
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if name.startswith(f"shard-{failing + 1:05}-"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        time.sleep(0.05)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    message = fail(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {"new": 1}, control=seat)))
-    reason = "No space left on device (free some space or save elsewhere)"
-    assert message == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
-    assert names(tmp_path) == ["c"]
-    verify(tmp_path / "c")
-    assert verify(tmp_path / "c", checksums=False).values == {}
-
-
 def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str, int]] = []
     fsync, rename = os.fsync, Path.rename
@@ -552,15 +525,6 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path: Path, path: str) -> None
     with pytest.raises(CheckpointError) as caught:
         verify(tmp_path / path)
     assert path.partition("/")[0] in str(caught.value)
-
-
-def test_a_checkpoint_set_aside_by_a_crash_is_recovered(checkpoint: Path) -> None:
-    checkpoint.rename(checkpoint.parent / ".old-c-0123456789abcdef")
-    load(checkpoint)
-    assert verify(checkpoint, checksums=False).values == {"step": 1}
-    recover(checkpoint.parent)
-    assert names(checkpoint.parent) == ["c"]
-    load(checkpoint)
 
 
 MIB = 1 << 20

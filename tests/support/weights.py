@@ -18,7 +18,7 @@ def write_version(
     """Write a version as a trainer of one rank does: the first is an anchor, others are deltas.
 
     Args:
-        store: Directory of the store.
+        store: Directory of the store, which need not be there.
         version: Number of the version, from 1.
         pieces: What the weights are.
         values: Gives the values of a version, by dtype.
@@ -26,5 +26,6 @@ def write_version(
     parent = version - 1
     name = Name("000001-00000000", version, parent, "delta" if parent else "anchor", 0, 1)
     content = encode(version, pieces, values(parent) if parent else None, values(version))
+    store.mkdir(exist_ok=True)
     (store / "draft").write_bytes(content)
     (store / "draft").rename(store / str(name))
