@@ -168,12 +168,18 @@ def _is_empty_directory(path: Path) -> bool:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory while the returned descriptor is open; ``None`` if the file system has no locks."""
+    """Lock a directory while the returned descriptor is open; ``None`` if the file system has no locks.
+
+    Raises:
+        OSError: There is no such directory, or somebody else has locked it.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
@@ -181,22 +187,17 @@ def _lock(directory: Path) -> int | None:
 def _is_abandoned(directory: Path) -> bool:
     """Whether no live process writes to a staging directory."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        lock = _lock(directory)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        newest = 0.0
-        for path in [directory, *directory.iterdir()]:
-            with contextlib.suppress(FileNotFoundError):
-                newest = max(newest, path.stat().st_mtime)
-        return _now(directory.parent) - newest > _STALE_SECONDS
-    finally:
-        os.close(descriptor)
-    return True
+    if lock is not None:
+        os.close(lock)
+        return True
+    newest = 0.0
+    for path in [directory, *directory.iterdir()]:
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return _now(directory.parent) - newest > _STALE_SECONDS
 
 
 def _now(directory: Path) -> float:

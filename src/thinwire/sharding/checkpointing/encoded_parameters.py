@@ -114,10 +114,10 @@ def want_encoded(
     slot: Slot,
     offset: int,
     run: Run,
-    want: Callable[[str, str, int, int, torch.Tensor], None],
+    want: Callable[[str, Slot, int, torch.Tensor, int], None],
 ) -> Sequence[Callable[[], object]]:
     """Register blocks for reading of a parameter, whose elements from ``offset`` on lie in ``run`` of this rank's P
-    shard. ``want`` registers elements: key, name of the parameter, length of the vector, offset, target.
+    shard. ``want`` registers elements: key, slot, offset, target, length of the vector.
 
     Returns:
         Functions that put decoded values into place, once everything has been read.
@@ -129,7 +129,7 @@ def want_encoded(
     else:
         targets = [torch.empty(span.length, dtype=span.dtype, device=device) for span in spans]
     for span, target in zip(spans, targets, strict=True):
-        want(f"{span.kind}/{slot.name}", slot.name, span.numel, span.offset, target)
+        want(f"{span.kind}/{slot.name}", slot, span.offset, target, span.numel)
     if as_they_lie is not None:
         return ()
     assert form.codec.block is not None

@@ -19,7 +19,6 @@ from thinwire.errors import CheckpointError
 from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
@@ -96,22 +95,18 @@ class StoredParameters:
         entry = self._manifest.vectors.get(key) or self._manifest.vectors.get(sliced(key, 0))
         return None if entry is None else entry.dtype
 
-    def want(self, prefix: str, owned: OwnedFragment, suffix: str, target: torch.Tensor) -> None:
-        """Register the elements of a fragment, from a vector of its parameter's length."""
-        slot = owned.fragment.slot
-        self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
-
-    def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
+    def want(self, key: str, slot: Slot, offset: int, target: torch.Tensor, numel: int | None = None) -> None:
         """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds.
 
         Args:
             key: Key of the vector, without its slice.
-            name: Name of the parameter.
-            numel: Number of elements in this rank's slice.
+            slot: Slot of the parameter.
             offset: First element, relative to the slice.
             target: 1-D, contiguous; filled once everything has been read and copied.
+            numel: Number of elements in this rank's slice; ``None`` for that of the parameter.
         """
-        mine, cut = self._slices.get(name), self._cuts.get(name)
+        mine, cut = self._slices.get(slot.name), self._cuts.get(slot.name)
+        numel = slot.numel if numel is None else numel
         if key in self._manifest.absent or sliced(key, 0) in self._manifest.absent:
             return
         if cut is None and mine is None:
@@ -119,7 +114,7 @@ class StoredParameters:
         elif mine is not None and cut == [mine.dim, mine.ways]:
             self._vectors.add(sliced(key, mine.index), numel, offset, target)
         elif target.numel():
-            self._assemble(key, self._manifest.values["shapes"][name], mine, cut, offset, target)
+            self._assemble(key, self._manifest.values["shapes"][slot.name], mine, cut, offset, target)
 
     def _assemble(
         self, key: str, shape: list[int], mine: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
