@@ -78,7 +78,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
         everywhere(want, ranks)
-        wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
+        wanted = {keys.get(key, key): vector for key, vector in vectors.items()}
         store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
@@ -98,7 +98,7 @@ def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: 
         sharded = sharded_of(model)
         add_frozen(sharded, vectors)
         add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
-    present = {key: vector for key, vector in vectors.sharded().items() if key in manifest.absent}
+    present = {key: vector for key, vector in vectors.items() if key in manifest.absent}
     check_present(manifest.absent, present, path, ranks)
 
 

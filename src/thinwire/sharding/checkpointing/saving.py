@@ -233,8 +233,8 @@ def _collect(
         _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
     everywhere(lambda: check_values(values, f"{path}: cannot save"), ranks)
-    frozen = {stored(key): vector for key, vector in shared.sharded().items()}
-    own = {stored(key): vector for key, vector in vectors.sharded().items()}
+    frozen = {stored(key): vector for key, vector in shared.items()}
+    own = {stored(key): vector for key, vector in vectors.items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
     return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 

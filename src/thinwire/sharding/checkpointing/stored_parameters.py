@@ -163,23 +163,13 @@ def own_slice(sharded: ShardedModel, key: str, name: str) -> str:
     return key if cut is None else sliced(key, cut.index)
 
 
-class Vectors:
-    """Collects chunks by key."""
-
-    def __init__(self) -> None:
-        self._numel: dict[str, int] = {}
-        self._chunks: dict[str, list[Chunk]] = {}
+class Vectors(dict[str, ShardedVector]):
+    """Vectors by key, of which a rank adds its chunks one by one."""
 
     def add(self, key: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         """Add a chunk of a vector; with ``None``, this rank declares the vector but holds none of its elements."""
-        self._numel[key] = numel
-        chunks = self._chunks.setdefault(key, [])
-        if tensor is not None:
-            chunks.append(Chunk(offset, tensor))
-
-    def sharded(self) -> dict[str, ShardedVector]:
-        """The vectors, by key."""
-        return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
+        before = self[key].chunks if key in self else ()
+        self[key] = ShardedVector(numel, before if tensor is None else (*before, Chunk(offset, tensor)))
 
 
 def add_slice(
