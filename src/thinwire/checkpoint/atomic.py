@@ -43,12 +43,8 @@ _STALE_SECONDS: Final = 3600.0
 
 @final
 class Staging:
-    """A directory that is being written and will replace ``target``.
-
-    Args:
-        target: Path of the finished directory, without symbolic links.
-        token: Identifies this save, by 16 hexadecimal digits; all ranks use rank 0's.
-    """
+    """A directory that is being written and will replace ``target``, a path without symbolic links. All ranks use the
+    token of rank 0, 16 hexadecimal digits that identify the save."""
 
     def __init__(self, target: Path, token: str) -> None:
         self.target = target

@@ -152,12 +152,8 @@ class Content:
 @final
 @dataclass(frozen=True)
 class Reference:
-    """Vectors that a checkpoint refers to instead of holding them.
-
-    Attributes:
-        path: The base that holds them, relative to the checkpoint; ``None`` if none does.
-        contents: What they hold, by key.
-    """
+    """Vectors, by key, that a checkpoint refers to instead of holding them; and the path of the base that holds them,
+    relative to the checkpoint, ``None`` if none does."""
 
     path: str | None
     contents: Mapping[str, Content]

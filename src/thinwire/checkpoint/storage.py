@@ -96,16 +96,9 @@ def pack(vectors: Mapping[str, ShardedVector]) -> list[dict[str, Chunk]]:
 
 
 def write_file(directory: Path, number: int, pieces: Mapping[str, Chunk]) -> WrittenFile:
-    """Write one safetensors file and make it durable.
-
-    Args:
-        directory: an existing directory.
-        number: index of the file among the files of all ranks, from 0.
-        pieces: contents of the file, by key.
-
-    Returns:
-        The file, and the spans that it holds. Its checksums are those of the bytes in memory, so they also expose bytes
-        that change on their way to the disk.
+    """Write pieces, by key, as one safetensors file, whose number among those of all ranks counts from 0, and make it
+    durable. Its checksums are those of the bytes in memory, so they also expose bytes that change on their way to
+    the disk.
 
     Raises:
         OSError: the disk is full, or the file system fails otherwise.

@@ -117,11 +117,8 @@ def want_encoded(
     want: Callable[[str, Slot, int, torch.Tensor, int], None],
 ) -> Sequence[Callable[[], object]]:
     """Register blocks for reading of a parameter, whose elements from ``offset`` on lie in ``run`` of this rank's P
-    shard. ``want`` registers elements: key, slot, offset, target, length of the vector.
-
-    Returns:
-        Functions that put decoded values into place, once everything has been read.
-    """
+    shard. ``want`` registers elements: key, slot, offset, target, length of the vector. Returns functions
+    that put decoded values into place, once everything has been read."""
     spans, device = form.spans(slot.numel, offset, run.length), buffer.full.device
     as_they_lie = buffer.stored if buffer.layout.stored == form.codec else None
     if as_they_lie is not None:
