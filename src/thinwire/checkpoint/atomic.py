@@ -62,7 +62,8 @@ class Staging:
         make_directory(self.target.parent)
         with _alone_in(self.target.parent):
             _recover(self.target.parent)
-            if self.target.exists() and not is_checkpoint(self.target) and not _is_empty_directory(self.target):
+            there = self.target
+            if there.exists() and not is_checkpoint(there) and (not there.is_dir() or any(there.iterdir())):
                 raise CheckpointError(
                     f"{self.target}: exists and is not a checkpoint, so it is not replaced; choose another name"
                 )
@@ -157,10 +158,6 @@ def _delete(directory: Path) -> None:
     with contextlib.suppress(OSError):
         (directory / MANIFEST_NAME).unlink()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_empty_directory(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _lock(directory: Path) -> int | None:

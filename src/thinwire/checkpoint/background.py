@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 
@@ -50,24 +50,9 @@ _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
 
 
-class CopyStreams(Protocol):
-    """What a writer needs of a device's streams; see :class:`thinwire.collectives.links.streams.Streams`."""
-
-    def current(self) -> Any:
-        """The stream that operations of this thread are queued on."""
-
-    def event(self) -> Any:
-        """Make an event."""
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to memory of the host."""
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Lock memory of the host in its place; returns what unlocks it."""
-
-
-StreamsOf = Callable[[torch.device], CopyStreams | None]
-"""The streams of a device; ``None`` for a device without streams, whose memory the host reads itself."""
+StreamsOf = Callable[[torch.device], Any]
+"""The streams of a device, see :class:`thinwire.collectives.links.streams.Streams`; ``None`` for a device without any,
+whose memory the host reads itself."""
 
 
 @final
@@ -250,7 +235,8 @@ class BackgroundWriter:
         """If a rank is still busy after the limit, no rank completes the save."""
         if save.limit is None:
             return
-        states: list[str] = all_gather_typed(control, self._state(), _TEXT)
+        mine = "" if self._thread is None else self._control.state  # nothing if the thread has ended
+        states: list[str] = all_gather_typed(control, mine, _TEXT)
         if not any(states):
             return
         self._control.given_up = True
@@ -266,10 +252,6 @@ class BackgroundWriter:
             f"{save.path}: cannot save: {who}, after {save.limit:g} s, which is the limit; a network mount may not "
             "answer, or the disk is too slow"
         )
-
-    def _state(self) -> str:
-        """What this rank's thread does; empty if it has ended."""
-        return "" if self._thread is None else self._control.state
 
     def _report(self) -> None:
         """Log the error of the last save if nobody asked for it."""

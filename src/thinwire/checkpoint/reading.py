@@ -63,13 +63,7 @@ def wanted_files(directory: Path, manifest: Manifest, vectors: Mapping[str, Shar
 @final
 @dataclass(frozen=True)
 class _Run:
-    """Bytes of a file that are wanted.
-
-    Attributes:
-        begin: First byte.
-        dtype: Type of the stored elements.
-        target: Where they go.
-    """
+    """Bytes of a file that are wanted: the first one, the type of the stored elements, and where they go."""
 
     begin: int
     dtype: torch.dtype

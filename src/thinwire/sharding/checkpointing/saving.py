@@ -120,10 +120,7 @@ def agreed_path(
         if limit is not None and not (is_number(limit) and 0 < limit <= 1e9):
             raise UsageError(f"limit = {limit!r}: give seconds, above 0 and at most 1e9, or None for no limit")
 
-    def wrong(problems: Mapping[int, str]) -> UsageError:
-        return UsageError(next(iter(problems.values())))
-
-    ranks.agree(check, wrong, NOTHING)
+    ranks.agree(check, lambda problems: UsageError(next(iter(problems.values()))), NOTHING)
     return directory_of(path)
 
 

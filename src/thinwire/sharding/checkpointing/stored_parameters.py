@@ -49,12 +49,8 @@ def group_numbers(parts: Sequence[ModelAndOptimizer]) -> dict[str, int]:
 
 def everywhere(action: Callable[[], T], ranks: Control) -> T:
     """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
-
-    def first(problems: Mapping[int, str]) -> CheckpointError:
-        return CheckpointError(next(iter(problems.values())))
-
     done: list[T] = []
-    ranks.agree(lambda: done.append(action()), first, NOTHING)
+    ranks.agree(lambda: done.append(action()), lambda problems: CheckpointError(next(iter(problems.values()))), NOTHING)
     return done[0]
 
 
