@@ -46,17 +46,29 @@ def wanted_files(directory: Path, manifest: Manifest, vectors: Mapping[str, Shar
         CheckpointError: The header of a file with wanted elements is malformed or contradicts the manifest.
     """
     contents = manifest.contents()
+    begins: dict[int, dict[str, int]] = {}  # of the elements of each key, by file
+    runs: dict[int, list[_Run]] = {}
+    for key, vector in vectors.items():
+        for chunk in vector.chunks:
+            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
+            for span in manifest.vectors[key].spans:
+                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
+                if begin >= end:
+                    continue
+                if (number := span.file) not in begins:
+                    file = manifest.files[number]
+                    begins[number] = check_header(directory / file.name, file.size, contents[number])
+                dtype = contents[number][key][0]
+                first = begins[number][key] + (begin - span.offset) * dtype.itemsize
+                target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
+                runs.setdefault(number, []).append(_Run(first, dtype, target))
+                num_read += end - begin
+            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
     files = []
-    for index, copies in _by_file(manifest, vectors).items():
-        file = manifest.files[index]
-        path = directory / file.name
-        begins = check_header(path, file.size, contents[index])
-        runs = []
-        for key, start, target in copies:
-            dtype = contents[index][key][0]
-            runs.append(_Run(begins[key] + start * dtype.itemsize, dtype, target))
-        runs.sort(key=lambda run: run.begin)
-        files.append(WantedFile(path, file, min(begins.values()), runs))
+    for number, of_file in runs.items():
+        of_file.sort(key=lambda run: run.begin)
+        file = manifest.files[number]
+        files.append(WantedFile(directory / file.name, file, min(begins[number].values()), of_file))
     return files
 
 
@@ -196,22 +208,3 @@ def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[t
             yield memory
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
-
-
-def _by_file(
-    manifest: Manifest, vectors: Mapping[str, ShardedVector]
-) -> dict[int, list[tuple[str, int, torch.Tensor]]]:
-    """List the copies that fill the chunks, by index of the file, so that each file is opened once: the key of a
-    vector, the index of the first element in the stored span, and the part of a chunk where the elements go."""
-    files: dict[int, list[tuple[str, int, torch.Tensor]]] = {}
-    for key, vector in vectors.items():
-        for chunk in vector.chunks:
-            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
-            for span in manifest.vectors[key].spans:
-                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
-                if begin < end:
-                    target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
-                    files.setdefault(span.file, []).append((key, begin - span.offset, target))
-                    num_read += end - begin
-            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
-    return files
