@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from thinwire.weights.parts import Name, Piece, encode
 
-__all__ = ["write_version"]
+__all__ = ["differences", "write_version"]
+
+
+def differences(held: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are not the same on both sides, or not there."""
+    if held.keys() != wanted.keys():
+        return sorted(held.keys() ^ wanted.keys())
+    return [name for name, value in wanted.items() if held[name].dtype != value.dtype or not held[name].equal(value)]
 
 
 def write_version(
