@@ -233,13 +233,14 @@ def read(
 ) -> None:
     """Fill chunks in place from a checkpoint that was written under any sharding. Collective.
 
-    1. Every rank compares its own vectors, and the headers of the files that hold its elements, with the manifest.
-    2. Every rank reads the blocks that hold its elements into its chunks, once, and compares each with its checksum.
+    1. Every rank compares its own vectors with the manifest, and all see that they have the same one.
+    2. Every rank compares the headers of the files that hold its elements with the manifest.
+    3. Every rank reads the blocks that hold its elements into its chunks, once, and compares each with its checksum.
        Several ranks may read the same ones.
 
-    No tensor changes before 1 has succeeded on all ranks. A corrupt block or a disk error in 2 leaves the tensors of
-    every rank partly filled, some with the elements of the corrupt block: nothing may use them. To find out beforehand,
-    call :func:`verify`, which reads everything once more.
+    No tensor changes before 1 and 2 have succeeded on all ranks. A corrupt block or a disk error in 3 leaves the
+    tensors of every rank partly filled, some with the elements of the corrupt block: nothing may use them. To find out
+    beforehand, call :func:`verify`, which reads everything once more.
 
     Elements are converted if their stored type fits losslessly into the chunk's type, floats into wider floats and
     integers into wider integers; any other difference is an error. Vectors that no rank passes are ignored.
@@ -248,7 +249,7 @@ def read(
         checkpoint: What :func:`open_checkpoint` has read of it on this rank.
         vectors: The chunks to fill on this rank, by key of their vector.
         control: The ranks that load; any number.
-        before_filling: Called after 1. If an error is raised before it has been called, no tensor has changed.
+        before_filling: Called after 2. If an error is raised before it has been called, no tensor has changed.
 
     Raises:
         CheckpointError: On every rank, if a file is missing or corrupt, if ranks see different checkpoints, or if a
@@ -259,8 +260,10 @@ def read(
 
     def inspect() -> int:
         _check_wanted(vectors, checkpoint.manifest)
-        files.extend(checkpoint.wanted(vectors))
         return checkpoint.fingerprint
+
+    def compare_headers() -> None:
+        files.extend(checkpoint.wanted(vectors))
 
     def fill() -> None:
         for file in files:
@@ -273,6 +276,7 @@ def read(
                 f"{doing}: ranks 0 and {rank} see different checkpoints there; "
                 "load from a file system that all ranks share"
             )
+    _together(control, doing, compare_headers, NOTHING)
     before_filling()
     _together(control, doing, fill, NOTHING)
 
