@@ -55,6 +55,7 @@ def test_another_jobs_recovery_waits_until_a_new_save_is_locked(
     lock = atomic._lock
 
     def late(directory: Path) -> int | None:
+        monkeypatch.setattr(atomic, "_lock", lock)  # the recovery takes locks by it, too
         other.start()
         other.join(0.3)
         return lock(directory)
