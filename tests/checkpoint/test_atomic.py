@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ def names(directory: Path) -> list[str]:
 
 
 def save(target: Path, text: str) -> None:
-    staging = Staging(target, Staging.new_token())
+    staging = Staging(target, secrets.token_hex(8))
     staging.create()
     fill(staging.directory, text)
     staging.publish()
@@ -54,6 +55,7 @@ def test_another_jobs_recovery_waits_until_a_new_save_is_locked(
     lock = atomic._lock
 
     def late(directory: Path) -> int | None:
+        monkeypatch.setattr(atomic, "_lock", lock)  # the recovery takes locks by it, too
         other.start()
         other.join(0.3)
         return lock(directory)
@@ -150,7 +152,7 @@ def test_leftovers_are_deleted_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
-    first = Staging(tmp_path / "a", Staging.new_token())
+    first = Staging(tmp_path / "a", secrets.token_hex(8))
     first.create()
     save(tmp_path / "b", "two")
     fill(first.directory, "one")

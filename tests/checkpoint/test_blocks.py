@@ -53,7 +53,7 @@ def test_pieces_are_read_in_their_order(tmp_path: Path) -> None:
     spans = [(5, 7), (0, BLOCK_BYTES), (BLOCK_BYTES + 1, BLOCK_BYTES), (0, 0), (3 * BLOCK_BYTES, 9), (1, 2), (2, 1)]
     pieces = [Piece(*span) for span in spans]
     for count in range(len(spans) + 1):
-        read = [(read.piece.begin, bytes(read.block.numpy())) for read in read_ahead(path, pieces[:count])]
+        read = [(piece.begin, bytes(block.numpy())) for piece, block, _ in read_ahead(path, pieces[:count])]
         assert read == [(begin, bytes(content[begin : begin + length].numpy())) for begin, length in spans[:count]]
     with pytest.raises(OSError, match="shorter"):
         list(read_ahead(path, [Piece(0, 4), Piece(3 * BLOCK_BYTES, 10), Piece(0, 4)]))
@@ -69,13 +69,13 @@ def test_bytes_of_a_piece_go_into_as_many_tensors_as_are_given(tmp_path: Path, c
     direct = [
         (20 * number + 5 * (number % 3), torch.zeros(1 + number % 8, dtype=torch.uint8)) for number in range(count)
     ]
-    [read] = read_ahead(path, [Piece(begin, length, direct)])
-    assert torch.equal(torch.cat([*read.parts]), content[begin : begin + length])
+    [(_, block, parts)] = read_ahead(path, [Piece(begin, length, direct)])
+    assert torch.equal(torch.cat(parts), content[begin : begin + length])
     taken = torch.zeros(length, dtype=torch.bool)
     for offset, tensor in direct:
         assert torch.equal(tensor, content[begin + offset : begin + offset + tensor.numel()])
         taken[offset : offset + tensor.numel()] = True
-    assert torch.equal(read.block[~taken], content[begin : begin + length][~taken])
+    assert torch.equal(block[~taken], content[begin : begin + length][~taken])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64, torch.float8_e4m3fn])

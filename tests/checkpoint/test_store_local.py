@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +19,10 @@ from tests.support.alone import Alone
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from thinwire.checkpoint import reading, storage
-from thinwire.checkpoint.atomic import recover
 from thinwire.checkpoint.blocks import Piece
 from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
 from thinwire.checkpoint.storage import Chunk, ShardedVector
-from thinwire.checkpoint.store import read, verify, write
+from thinwire.checkpoint.store import open_checkpoint, read, verify, write
 from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
@@ -141,8 +138,7 @@ def test_any_chunking_is_read_into_any_other(data: st.DataObject, tmp_path_facto
         succeed(ranks(writers, lambda seat: write(path, given[seat.rank], values[seat.rank], control=seat)))
     finally:
         storage.FILE_BYTES = original  # type: ignore[misc]
-    missing = succeed(ranks(readers, lambda seat: read(path, wanted[seat.rank], control=seat)))
-    assert missing == [()] * readers
+    succeed(ranks(readers, lambda seat: read(open_checkpoint(path), wanted[seat.rank], control=seat)))
     for vectors in wanted:
         for key, vector in vectors.items():
             for chunk in vector.chunks:
@@ -164,7 +160,7 @@ def test_every_element_type_is_stored_bit_by_bit(tmp_path: Path, dtype: torch.dt
     tensor = bits.view(dtype)
     write(tmp_path / "c", {"k": whole(tensor)}, {}, control=Alone())
     again = torch.zeros_like(tensor)
-    read(tmp_path / "c", {"k": whole(again)}, control=Alone())
+    read(open_checkpoint(tmp_path / "c"), {"k": whole(again)}, control=Alone())
     assert same_bits(tensor, again)
     assert verify(tmp_path / "c").vectors["k"].dtype == dtype
 
@@ -182,7 +178,7 @@ def test_views_tied_tensors_and_gradients(tmp_path: Path) -> None:
     write(tmp_path / "c", vectors, {}, control=Alone())
     target, loaded = torch.zeros(10), torch.nn.Parameter(torch.zeros(4))
     vectors = {"view": whole(target[:5]), "other view": whole(target[5:]), "parameter": whole(loaded)}
-    read(tmp_path / "c", vectors, control=Alone())
+    read(open_checkpoint(tmp_path / "c"), vectors, control=Alone())
     assert target.tolist() == [2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
     assert torch.equal(loaded, parameter)
 
@@ -192,7 +188,7 @@ def test_several_chunks_of_one_vector_go_to_files_of_their_own(tmp_path: Path) -
     chunks = tuple(Chunk(offset, tensor[offset : offset + 10]) for offset in range(0, 100, 10))
     write(tmp_path / "c", {"k": ShardedVector(100, chunks), "l": whole(tensor)}, {}, control=Alone())
     again = torch.zeros(100)
-    read(tmp_path / "c", {"k": whole(again)}, control=Alone())
+    read(open_checkpoint(tmp_path / "c"), {"k": whole(again)}, control=Alone())
     assert torch.equal(again, tensor)
     assert len(verify(tmp_path / "c").files) == 10
 
@@ -230,18 +226,18 @@ def test_the_files_are_plain_sharded_safetensors(tmp_path: Path) -> None:
 def test_nothing_at_all_is_a_checkpoint(tmp_path: Path) -> None:
     succeed(ranks(2, lambda seat: write(tmp_path / "c", {}, {}, control=seat)))
     assert names(tmp_path / "c") == [MANIFEST_NAME]
-    assert succeed(ranks(3, lambda seat: read(tmp_path / "c", {}, control=seat))) == [(), (), ()]
+    succeed(ranks(3, lambda seat: read(open_checkpoint(tmp_path / "c"), {}, control=seat)))
 
 
 def test_lossless_conversion_and_no_other(tmp_path: Path) -> None:
     tensor = torch.randn(9).bfloat16()
     write(tmp_path / "c", {"k": whole(tensor)}, {}, control=Alone())
     wide = torch.zeros(9)
-    read(tmp_path / "c", {"k": whole(wide)}, control=Alone())
+    read(open_checkpoint(tmp_path / "c"), {"k": whole(wide)}, control=Alone())
     assert torch.equal(wide, tensor.float())
     message = r"vector 'k' is bfloat16 in the checkpoint, which does not fit losslessly into float16; load it as"
     with pytest.raises(CheckpointError, match=message):
-        read(tmp_path / "c", {"k": whole(torch.zeros(9).half())}, control=Alone())
+        read(open_checkpoint(tmp_path / "c"), {"k": whole(torch.zeros(9).half())}, control=Alone())
 
 
 def test_missing_keys_name_the_nearest(tmp_path: Path) -> None:
@@ -254,20 +250,14 @@ def test_missing_keys_name_the_nearest(tmp_path: Path) -> None:
     }
     message = r"lacks 'model/layers.1.attn.weights' \(nearest: 'model/layers.1.attn.weight', .*\), 'xyz'$"
     with pytest.raises(CheckpointError, match=message):
-        read(tmp_path / "c", wanted, control=Alone())
+        read(open_checkpoint(tmp_path / "c"), wanted, control=Alone())
     assert wanted["model/layers.1.attn.weight"].chunks[0].tensor.sum() == 0
-    assert read(tmp_path / "c", wanted, control=Alone(), strict=False) == (
-        "model/layers.1.attn.weights",
-        "xyz",
-    )
-    assert wanted["model/layers.1.attn.weight"].chunks[0].tensor.sum() == 2
-    assert wanted["xyz"].chunks[0].tensor.sum() == 0
 
 
 def test_lengths_must_agree(tmp_path: Path) -> None:
     write(tmp_path / "c", {"k": whole(torch.ones(5))}, {}, control=Alone())
     with pytest.raises(CheckpointError, match="vector 'k' has 5 elements in the checkpoint, 6 are wanted"):
-        read(tmp_path / "c", {"k": ShardedVector(6, ())}, control=Alone())
+        read(open_checkpoint(tmp_path / "c"), {"k": ShardedVector(6, ())}, control=Alone())
 
 
 REFUSED: dict[str, tuple[list[Vectors], str]] = {
@@ -344,12 +334,10 @@ def test_one_rank_sees_another_checkpoint(tmp_path: Path) -> None:
     for name in ("0", "1"):
         write(tmp_path / name, {"k": whole(torch.full((3,), float(name)))}, {}, control=Alone())
     target = torch.zeros(3)
-    results = ranks(2, lambda seat: read(tmp_path / str(seat.rank), {"k": whole(target)}, control=seat))
+    results = ranks(
+        2, lambda seat: read(open_checkpoint(tmp_path / str(seat.rank)), {"k": whole(target)}, control=seat)
+    )
     assert all("ranks 0 and 1 see different checkpoints there" in str(result) for result in results)
-    (tmp_path / "2").symlink_to("0")
-    results = ranks(2, lambda seat: read(tmp_path / ["0", "9"][seat.rank], {}, control=seat))
-    problem = f"rank 1: {tmp_path / '9'}: not a checkpoint: there is no such directory"
-    assert all(problem in str(result) for result in results)
 
 
 def test_one_rank_sees_another_file_system(tmp_path: Path) -> None:
@@ -359,30 +347,6 @@ def test_one_rank_sees_another_file_system(tmp_path: Path) -> None:
     for result in ranks(2, save):
         assert "made by rank 0, is not there; save to a file system that all ranks share" in str(result)
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    save = [{"k": ShardedVector(4, (Chunk(2 * rank, torch.full((2,), 1.0)),))} for rank in range(2)]
-    succeed(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {}, control=seat)))
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        if name.startswith(f"shard-{failing + 1:05}-"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        time.sleep(0.05)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    message = fail(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {"new": 1}, control=seat)))
-    reason = "No space left on device (free some space or save elsewhere)"
-    assert message == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
-    assert names(tmp_path) == ["c"]
-    verify(tmp_path / "c")
-    assert verify(tmp_path / "c", checksums=False).values == {}
 
 
 def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +411,7 @@ def load(path: Path, size: int = 2) -> list[torch.Tensor]:
     def action(seat: Seat) -> torch.Tensor:
         target, filling = torch.full((30,), -1.0), list[int]()
         try:
-            read(path, {"k": whole(target)}, control=seat, before_filling=lambda: filling.append(1))
+            read(open_checkpoint(path), {"k": whole(target)}, control=seat, before_filling=lambda: filling.append(1))
         except CheckpointError:
             assert filling or (target == -1).all(), "a tensor was touched too early"
             raise
@@ -561,16 +525,6 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path: Path, path: str) -> None
     with pytest.raises(CheckpointError) as caught:
         verify(tmp_path / path)
     assert path.partition("/")[0] in str(caught.value)
-    fail(ranks(2, lambda seat: read(tmp_path / path, {}, control=seat)))
-
-
-def test_a_checkpoint_set_aside_by_a_crash_is_recovered(checkpoint: Path) -> None:
-    checkpoint.rename(checkpoint.parent / ".old-c-0123456789abcdef")
-    load(checkpoint)
-    assert verify(checkpoint, checksums=False).values == {"step": 1}
-    recover(checkpoint.parent)
-    assert names(checkpoint.parent) == ["c"]
-    load(checkpoint)
 
 
 MIB = 1 << 20
@@ -599,8 +553,8 @@ def test_elements_in_any_blocks_are_read(large: tuple[Path, dict[str, torch.Tens
             targets = [torch.zeros(end - begin, dtype=vector.dtype), torch.zeros(7, dtype=vector.dtype)]
             chunks = (Chunk(begin, targets[0]), Chunk(begin + 3, targets[1]))  # which overlap
             wide = torch.zeros(end - begin, dtype={"a": torch.float64, "b": torch.float32, "c": torch.int64}[key])
-            read(path, {key: ShardedVector(vector.numel(), chunks)}, control=seat)
-            read(path, {key: ShardedVector(vector.numel(), (Chunk(begin, wide),))}, control=seat)
+            read(open_checkpoint(path), {key: ShardedVector(vector.numel(), chunks)}, control=seat)
+            read(open_checkpoint(path), {key: ShardedVector(vector.numel(), (Chunk(begin, wide),))}, control=seat)
             assert same_bits(targets[0], vector[begin:end])
             assert same_bits(targets[1], vector[begin + 3 : begin + 10])
             assert torch.equal(wide, vector[begin:end].to(wide.dtype))
@@ -625,7 +579,7 @@ def test_a_corrupt_block_is_named_on_all_ranks(
     def action(seat: Seat) -> None:
         key = "ac"[seat.rank]
         target = filled[seat.rank] = torch.full_like(vectors[key], 9)
-        read(path, {key: whole(target)}, control=seat, before_filling=lambda: began.append(seat.rank))
+        read(open_checkpoint(path), {key: whole(target)}, control=seat, before_filling=lambda: began.append(seat.rank))
 
     message = fail(ranks(2, action))
     assert f"rank 1: {file}: corrupt: the CRC-32 of bytes {8 * MIB} to {10 * MIB} is " in message
@@ -649,11 +603,11 @@ def test_each_rank_reads_the_blocks_that_it_needs_and_each_once(
 
     monkeypatch.setattr(reading, "read_ahead", note)
     targets = {key: torch.zeros_like(vector) for key, vector in vectors.items()}
-    read(path, {key: whole(target) for key, target in targets.items()}, control=Alone())
+    read(open_checkpoint(path), {key: whole(target) for key, target in targets.items()}, control=Alone())
     (file,) = path.glob("*.safetensors")
     size = file.stat().st_size
     assert spans == [(begin, min(2 * MIB, size - begin)) for begin in range(0, size, 2 * MIB)]
     spans.clear()
     part = torch.zeros(3, dtype=torch.uint8)
-    read(path, {"c": ShardedVector(5 * MIB + 3, (Chunk(5 * MIB, part),))}, control=Alone())
+    read(open_checkpoint(path), {"c": ShardedVector(5 * MIB + 3, (Chunk(5 * MIB, part),))}, control=Alone())
     assert spans == [(0, 2 * MIB), (size // (2 * MIB) * 2 * MIB, size % (2 * MIB))], "the header's block and one more"

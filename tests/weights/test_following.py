@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.support.ranks import on_ranks
+from tests.support.weights import differences
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -50,12 +51,6 @@ def store(tmp_path: Path) -> Path:
     write(tmp_path, 2, 1, encode(2, PIECES, values(1), values(2)))
     write(tmp_path, 3, 2, encode(3, PIECES, values(2), values(3)))
     return tmp_path
-
-
-def differences(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    if held.keys() != wanted.keys():
-        return sorted(held.keys() ^ wanted.keys())
-    return [name for name, value in wanted.items() if not held[name].equal(value)]
 
 
 def held(subscriber: tw.Subscriber) -> dict[str, torch.Tensor]:

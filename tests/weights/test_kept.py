@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.weights import write_version
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -28,13 +29,7 @@ def values(version: int) -> dict[str, torch.Tensor]:
 
 
 def publish(store: Path, version: int) -> None:
-    parent = version - 1
-    old = values(parent) if parent else None
-    name = Name(RUN, version, parent, "delta" if parent else "anchor", 0, 1)
-    store.mkdir(exist_ok=True)
-    draft = store / "draft"
-    draft.write_bytes(encode(version, PIECES, old, values(version)))
-    draft.rename(store / str(name))
+    write_version(store, version, PIECES, values)
 
 
 def held(directory: Path) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.training.grids import Kind, batches, build, plan_for, train, whole_parameters
+from tests.support.weights import differences
 from torch import nn
 
 import thinwire as tw
@@ -43,8 +44,7 @@ def followed(store: str, model: nn.Module, plan: tw.Plan, names: set[str]) -> li
         expected = whole(parallel)
         problems += sorted(expected.keys() ^ names)
         for weights in (subscriber.state_dict(), _late(store)):
-            problems += sorted(weights.keys() ^ names)
-            problems += [name for name, value in weights.items() if not _same(value, expected[name])]
+            problems += differences(weights, expected)
     return problems
 
 
@@ -52,10 +52,6 @@ def _late(store: str) -> dict[str, torch.Tensor]:
     late = tw.Subscriber(store)
     late.update()
     return late.state_dict()
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and a.equal(b)
 
 
 def rank_of_a_grid(store: str, kind: Kind, plan: tw.Plan) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
+from tests.support.weights import differences
 from torch import nn
 
 import thinwire as tw
@@ -80,12 +81,6 @@ def expected(model: nn.Module) -> dict[str, torch.Tensor]:
     for value in state.values():
         torch.distributed.broadcast(value, 0)
     return state
-
-
-def differences(held: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
-    if held.keys() != wanted.keys():
-        return sorted(held.keys() ^ wanted.keys())
-    return [name for name, value in wanted.items() if held[name].dtype != value.dtype or not held[name].equal(value)]
 
 
 def followed(store: str, preset: str, fields: dict[str, Any]) -> list[str]:

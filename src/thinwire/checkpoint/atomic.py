@@ -26,7 +26,6 @@ import contextlib
 import fcntl
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -44,12 +43,8 @@ _STALE_SECONDS: Final = 3600.0
 
 @final
 class Staging:
-    """A directory that is being written and will replace ``target``.
-
-    Args:
-        target: Path of the finished directory, without symbolic links.
-        token: Identifies this save; all ranks use rank 0's token.
-    """
+    """A directory that is being written and will replace ``target``, a path without symbolic links. All ranks use the
+    token of rank 0, 16 hexadecimal digits that identify the save."""
 
     def __init__(self, target: Path, token: str) -> None:
         self.target = target
@@ -57,11 +52,6 @@ class Staging:
         self.directory = target.with_name(f".tmp-{target.name}-{token}")
         self._aside = target.with_name(f".old-{target.name}-{token}")
         self._lock: int | None = None
-
-    @staticmethod
-    def new_token() -> str:
-        """Draw a token that no other save uses."""
-        return secrets.token_hex(8)
 
     def create(self) -> None:
         """Recover the parent directory, then create the staging directory and lock it.
@@ -72,7 +62,8 @@ class Staging:
         make_directory(self.target.parent)
         with _alone_in(self.target.parent):
             _recover(self.target.parent)
-            if self.target.exists() and not is_checkpoint(self.target) and not _is_empty_directory(self.target):
+            there = self.target
+            if there.exists() and not is_checkpoint(there) and (not there.is_dir() or any(there.iterdir())):
                 raise CheckpointError(
                     f"{self.target}: exists and is not a checkpoint, so it is not replaced; choose another name"
                 )
@@ -114,14 +105,8 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def locate(path: Path) -> Path:
-    """Find the directory that holds a checkpoint: ``path``, or the renamed predecessor that a crash has left.
-
-    Args:
-        path: Path of the checkpoint.
-
-    Returns:
-        The directory; ``path`` itself if there is no checkpoint at all, so that reading it raises an error.
-    """
+    """Find the directory that holds a checkpoint: ``path``, or the renamed predecessor that a crash has left. It is
+    ``path`` itself if there is no checkpoint at all, so that reading it raises an error."""
     path = path.resolve()
     if not path.exists() and path.parent.is_dir():
         for leftover in path.parent.iterdir():
@@ -134,10 +119,7 @@ def locate(path: Path) -> Path:
 def recover(parent: Path) -> None:
     """Restore checkpoints that a crash has left under another name, and delete the leftovers of crashed saves.
 
-    Every save calls this. Call it before you look for the newest checkpoint in a directory.
-
-    Args:
-        parent: Directory of the checkpoints; if it does not exist, nothing happens.
+    Every save calls this. Call it before you look for the newest checkpoint in a directory, which need not exist.
     """
     if parent.is_dir():
         with _alone_in(parent):
@@ -178,17 +160,19 @@ def _delete(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _is_empty_directory(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
 def _lock(directory: Path) -> int | None:
-    """Lock a directory while the returned descriptor is open; ``None`` if the file system has no locks."""
+    """Lock a directory while the returned descriptor is open; ``None`` if the file system has no locks.
+
+    Raises:
+        OSError: There is no such directory, or somebody else has locked it.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
@@ -196,22 +180,17 @@ def _lock(directory: Path) -> int | None:
 def _is_abandoned(directory: Path) -> bool:
     """Whether no live process writes to a staging directory."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        lock = _lock(directory)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        newest = 0.0
-        for path in [directory, *directory.iterdir()]:
-            with contextlib.suppress(FileNotFoundError):
-                newest = max(newest, path.stat().st_mtime)
-        return _now(directory.parent) - newest > _STALE_SECONDS
-    finally:
-        os.close(descriptor)
-    return True
+    if lock is not None:
+        os.close(lock)
+        return True
+    newest = 0.0
+    for path in [directory, *directory.iterdir()]:
+        with contextlib.suppress(FileNotFoundError):
+            newest = max(newest, path.stat().st_mtime)
+    return _now(directory.parent) - newest > _STALE_SECONDS
 
 
 def _now(directory: Path) -> float:

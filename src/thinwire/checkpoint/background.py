@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 
@@ -50,24 +50,9 @@ _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
 
 
-class CopyStreams(Protocol):
-    """What a writer needs of a device's streams; see :class:`thinwire.collectives.links.streams.Streams`."""
-
-    def current(self) -> Any:
-        """The stream that operations of this thread are queued on."""
-
-    def event(self) -> Any:
-        """Make an event."""
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy to memory of the host."""
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Lock memory of the host in its place; returns what unlocks it."""
-
-
-StreamsOf = Callable[[torch.device], CopyStreams | None]
-"""The streams of a device; ``None`` for a device without streams, whose memory the host reads itself."""
+StreamsOf = Callable[[torch.device], Any]
+"""The streams of a device, see :class:`thinwire.collectives.links.streams.Streams`; ``None`` for a device without any,
+whose memory the host reads itself."""
 
 
 @final
@@ -250,7 +235,8 @@ class BackgroundWriter:
         """If a rank is still busy after the limit, no rank completes the save."""
         if save.limit is None:
             return
-        states: list[str] = all_gather_typed(control, self._state(), _TEXT)
+        mine = "" if self._thread is None else self._control.state  # nothing if the thread has ended
+        states: list[str] = all_gather_typed(control, mine, _TEXT)
         if not any(states):
             return
         self._control.given_up = True
@@ -266,10 +252,6 @@ class BackgroundWriter:
             f"{save.path}: cannot save: {who}, after {save.limit:g} s, which is the limit; a network mount may not "
             "answer, or the disk is too slow"
         )
-
-    def _state(self) -> str:
-        """What this rank's thread does; empty if it has ended."""
-        return "" if self._thread is None else self._control.state
 
     def _report(self) -> None:
         """Log the error of the last save if nobody asked for it."""
@@ -287,11 +269,7 @@ class BackgroundWriter:
 
 @final
 class _Watched:
-    """A control group that knows whether its thread waits for other ranks, or for the file system.
-
-    Args:
-        control: The group.
-    """
+    """A control group that knows whether its thread waits for other ranks, or for the file system."""
 
     WAITING: Final = "waits for other ranks"
     WRITING: Final = "still waits for the file system"
@@ -320,11 +298,7 @@ class _Watched:
 
 
 class _HostMemory:
-    """Memory of the host for copies of chunks, kept from one copy to the next.
-
-    Args:
-        streams_of: The streams of the devices that are copied from.
-    """
+    """Memory of the host for copies of chunks, kept from one copy to the next."""
 
     def __init__(self, streams_of: StreamsOf) -> None:
         self._streams_of = streams_of
@@ -332,15 +306,8 @@ class _HostMemory:
 
     @torch.no_grad()
     def copy(self, vectors: Mapping[str, ShardedVector]) -> dict[str, ShardedVector]:
-        """Copy the chunks. Work that is queued on a device afterwards does not change the copy.
-
-        Args:
-            vectors: By key; their chunks may be on devices.
-
-        Returns:
-            The same vectors, whose chunks lie in this memory until the next copy, once the host has waited for what
-            its devices have queued.
-        """
+        """The same vectors, whose chunks lie in this memory until the next copy, once the host has waited for what
+        their devices have queued. Work that is queued on a device afterwards does not change the copy."""
         chunks = [chunk.tensor for vector in vectors.values() for chunk in vector.chunks]
         self._make_room(sum(_aligned(chunk.nbytes) for chunk in chunks), chunks)
         begin = 0

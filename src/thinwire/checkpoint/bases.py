@@ -49,11 +49,7 @@ def base_name(contents: Mapping[str, Content]) -> str:
 
 
 def find_base(places: Sequence[Path], contents: Mapping[str, Content]) -> tuple[Path | None, str | None]:
-    """Find a base that holds vectors, whatever else it holds.
-
-    Args:
-        places: Directories to look in.
-        contents: What the vectors hold.
+    """Find a base in these directories that holds vectors, whatever else it holds.
 
     Returns:
         The base, without symbolic links, or ``None``; and a sentence on the first one that does not hold them.
@@ -71,11 +67,7 @@ def find_base(places: Sequence[Path], contents: Mapping[str, Content]) -> tuple[
 
 
 def base_of(directory: Path, reference: Reference) -> Path:
-    """Find the base that a checkpoint refers to.
-
-    Args:
-        directory: The checkpoint, without symbolic links.
-        reference: What it says of the base, with a path.
+    """Find the base that a checkpoint refers to by a path. ``directory`` has no symbolic links.
 
     Raises:
         CheckpointError: The base is missing, incomplete or corrupt, or another one; the message says where it should

@@ -98,53 +98,36 @@ class Piece:
     length: int
     direct: Sequence[tuple[int, torch.Tensor]] = ()
 
-    @property
-    def end(self) -> int:
-        """The byte after the last."""
-        return self.begin + self.length
 
-
-@final
-@dataclass(frozen=True)
-class ReadPiece:
-    """Bytes that have been read.
-
-    Attributes:
-        piece: Which bytes.
-        block: As many bytes, of which those are valid that have no tensor of their own. 1-D, uint8, on the CPU; begins
-            at a page of memory.
-        parts: All bytes of the piece in their order, wherever they are. 1-D, uint8.
-    """
-
-    piece: Piece
-    block: torch.Tensor
-    parts: Sequence[torch.Tensor]
-
-
-def read_ahead(path: Path, pieces: Iterable[Piece]) -> Iterator[ReadPiece]:
-    """Read pieces of a file; the next two are read while the caller has one.
-
-    Args:
-        path: The file.
-        pieces: What to read. Bytes that go nowhere else go into a block of memory, which later pieces use again.
+def read_ahead(path: Path, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, torch.Tensor, list[torch.Tensor]]]:
+    """Read pieces of a file; the next two are read while the caller has one. Bytes that go nowhere else go into a block
+    of memory, which later pieces use again.
 
     Yields:
-        Each piece; its block is valid until the next one is asked for.
+        Each piece; a block of as many bytes, which begins at a page of memory, and of which those are valid that have
+        no tensor of their own, until the next one is asked for; and all bytes in their order, wherever they are.
+        1-D, uint8, on the CPU.
 
     Raises:
         OSError: The file cannot be read, or ends before a piece does.
     """
     blocks = [_new_block() for _ in range(_AHEAD + 1)]
-    reading: deque[tuple[ReadPiece, Future[None]]] = deque()
+    reading: deque[tuple[Piece, torch.Tensor, list[torch.Tensor], Future[None]]] = deque()
+
+    def arrived() -> tuple[Piece, torch.Tensor, list[torch.Tensor]]:
+        piece, block, parts, done = reading.popleft()
+        done.result()
+        return piece, block, parts
+
     with path.open("rb", buffering=0) as stream, ThreadPoolExecutor(1) as disk:
         for number, piece in enumerate(pieces):
             block = blocks[number % len(blocks)][: piece.length]
-            read = ReadPiece(piece, block, list(_parts(piece, block)))
-            reading.append((read, disk.submit(read_into, stream.fileno(), piece.begin, read.parts)))
+            parts = list(_parts(piece, block))
+            reading.append((piece, block, parts, disk.submit(read_into, stream.fileno(), piece.begin, parts)))
             if len(reading) > _AHEAD:
-                yield _arrived(*reading.popleft())
+                yield arrived()
         while reading:
-            yield _arrived(*reading.popleft())
+            yield arrived()
 
 
 def _parts(piece: Piece, block: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -159,18 +142,8 @@ def _parts(piece: Piece, block: torch.Tensor) -> Iterator[torch.Tensor]:
         yield block[done:]
 
 
-def _arrived(read: ReadPiece, reading: Future[None]) -> ReadPiece:
-    reading.result()
-    return read
-
-
 def read_into(descriptor: int, position: int, targets: Iterable[torch.Tensor]) -> None:
-    """Fill tensors with successive bytes of a file.
-
-    Args:
-        descriptor: The open file.
-        position: First byte.
-        targets: 1-D, contiguous, on the CPU, of any dtype.
+    """Fill tensors, 1-D, contiguous, on the CPU and of any dtype, with successive bytes of an open file.
 
     Raises:
         OSError: The file ends before the tensors are full, or cannot be read.

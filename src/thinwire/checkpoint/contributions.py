@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -11,7 +12,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.storage import ShardedVector, pack
-from thinwire.checkpoint.strict_json import Json, dump_value, parse_value
+from thinwire.checkpoint.strict_json import Json, dump_value
 from thinwire.errors import CheckpointError
 
 
@@ -77,7 +78,7 @@ def merge_vectors(
     spans: dict[str, list[tuple[int, int]]] = {}
     for rank, vectors in enumerate(contributions):
         for key, (numel, name, chunks) in vectors.items():
-            dtype = None if name is None else _manifest.named_dtype(name)
+            dtype = None if name is None else _manifest.DTYPES[name]
             if numels.setdefault(key, numel) != numel:
                 raise CheckpointError(
                     f"{doing}: rank {rank} says that vector {key!r} has {numel} elements, "
@@ -103,4 +104,4 @@ def merge_values(contributions: Sequence[Mapping[str, str]], doing: str) -> dict
                     f"{doing}: value {key!r} on rank {rank} differs from that on a rank before it; "
                     "what belongs to one rank needs a key of its own"
                 )
-    return {key: parse_value(text) for key, text in texts.items()}
+    return {key: json.loads(text) for key, text in texts.items()}

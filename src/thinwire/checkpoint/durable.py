@@ -57,10 +57,6 @@ def make_directory(directory: Path) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file so that whoever reads it, even after a loss of power, finds the old content or the new one.
 
-    Args:
-        path: The file.
-        content: Its content.
-
     Raises:
         OSError: The file cannot be written; the old one is unchanged.
     """
@@ -68,23 +64,15 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
         Path(draft).chmod(0o644)
-        Path(draft).replace(path)
+        rename_file(Path(draft), path)
     except BaseException:
         Path(draft).unlink(missing_ok=True)
         raise
-    sync(path.parent)
 
 
 def rename_file(draft: Path, path: Path) -> None:
-    """Give a complete file its name, durably, in place of the one that has it.
-
-    Args:
-        draft: The file, in the same directory.
-        path: Its name.
-    """
+    """Give a complete file, in the same directory, its name, durably, in place of the one that has it."""
     sync(draft)
     draft.replace(path)
     sync(path.parent)

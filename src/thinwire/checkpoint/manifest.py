@@ -62,7 +62,8 @@ SAFETENSORS_CODES: Final[dict[torch.dtype, str]] = {
 """Every element type a checkpoint can hold, and its name in a safetensors header; in the order in which the library
 stores tensors."""
 
-_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_CODES}
+"""The element types by their names in a manifest."""
 
 _WIDER_FLOATS: Final = {torch.float32, torch.float64}
 _LOSSLESS: Final[dict[torch.dtype, set[torch.dtype]]] = {
@@ -81,17 +82,6 @@ _LOSSLESS: Final[dict[torch.dtype, set[torch.dtype]]] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of an element type in a manifest, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def named_dtype(name: str) -> torch.dtype:
-    """The element type of a name in a manifest.
-
-    Raises:
-        CheckpointError: No element type of checkpoints has this name.
-    """
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def converts_losslessly(source: torch.dtype, target: torch.dtype) -> bool:
@@ -162,12 +152,8 @@ class Content:
 @final
 @dataclass(frozen=True)
 class Reference:
-    """Vectors that a checkpoint refers to instead of holding them.
-
-    Attributes:
-        path: The base that holds them, relative to the checkpoint; ``None`` if none does.
-        contents: What they hold, by key.
-    """
+    """Vectors, by key, that a checkpoint refers to instead of holding them; and the path of the base that holds them,
+    relative to the checkpoint, ``None`` if none does."""
 
     path: str | None
     contents: Mapping[str, Content]
@@ -243,14 +229,8 @@ def seal(body: object, version: int = VERSION) -> bytes:
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """Parse and validate a manifest.
-
-    Args:
-        raw: Bytes of the file.
-        where: Path of the file, for messages.
-
-    Returns:
-        The manifest. Its files cover its vectors exactly once, and their names contain no path.
+    """Parse and validate the bytes of a manifest; messages begin with ``where``. Its files cover its vectors exactly
+    once, and their names contain no path.
 
     Raises:
         CheckpointError: Something differs from what :meth:`Manifest.encode` writes.
@@ -305,9 +285,6 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 def read_manifest(directory: Path) -> tuple[Manifest, int]:
     """Read and validate the manifest of a checkpoint directory, and check that its files exist in full size.
-
-    Args:
-        directory: The checkpoint.
 
     Returns:
         The manifest, and the CRC-32 of its bytes, which ranks compare to detect that they see different checkpoints.
@@ -423,14 +400,14 @@ def _vector_entry(item: object, num_files: int, where: str) -> VectorEntry:
     fields = as_object(item, where, {"numel", "dtype", "spans"})
     (numel,) = as_integers([fields["numel"]], 1, where)
     name = fields["dtype"]
-    if name is not None and (type(name) is not str or name not in _DTYPES):
-        raise CheckpointError(f"{where}: dtype {quote(name)} is not one of {', '.join(_DTYPES)}")
+    if name is not None and (type(name) is not str or name not in DTYPES):
+        raise CheckpointError(f"{where}: dtype {quote(name)} is not one of {', '.join(DTYPES)}")
     if name is None and numel:
         raise CheckpointError(f"{where}: {numel} elements of no dtype")
     spans = tuple(StoredSpan(*as_integers(span, 3, where)) for span in as_array(fields["spans"], where))
     if any(span.file >= num_files for span in spans):
         raise CheckpointError(f"{where}: a span lies in a file that is not listed")
-    return VectorEntry(numel, None if name is None else _DTYPES[name], spans)
+    return VectorEntry(numel, None if name is None else DTYPES[name], spans)
 
 
 def _reference(item: object, vectors: Mapping[str, VectorEntry], where: str) -> Reference:
@@ -447,11 +424,7 @@ def _reference(item: object, vectors: Mapping[str, VectorEntry], where: str) -> 
 
 
 def parse_contents(item: object, where: str) -> dict[str, Content]:
-    """Parse what :meth:`Content.as_json` has written, by key.
-
-    Args:
-        item: From the disk.
-        where: Beginning of messages.
+    """Parse what :meth:`Content.as_json` has written, by key; messages begin with ``where``.
 
     Raises:
         CheckpointError: It is something else.
@@ -459,8 +432,8 @@ def parse_contents(item: object, where: str) -> dict[str, Content]:
     contents = {}
     for key, entry in as_object(item, where, None).items():
         numel, name, crc = fields if len(fields := as_array(entry, where)) == 3 else (None, None, None)
-        if type(name) is not str or name not in _DTYPES or type(crc) is not str or not _CRC.fullmatch(crc):
+        if type(name) is not str or name not in DTYPES or type(crc) is not str or not _CRC.fullmatch(crc):
             raise CheckpointError(f"{where}: corrupt: {quote(key)} is {quote(entry)}")
         (length,) = as_integers([numel], 1, where)
-        contents[key] = Content(length, _DTYPES[name], int(crc, 16))
+        contents[key] = Content(length, DTYPES[name], int(crc, 16))
     return contents

@@ -17,20 +17,16 @@ from typing import final
 import torch
 from zlib_ng.zlib_ng import crc32
 
-from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, ReadPiece, as_bytes, read_ahead, read_into
-from thinwire.checkpoint.header import check_header
+from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, as_bytes, read_ahead, read_into
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_size, os_reason
 from thinwire.checkpoint.storage import ShardedVector
+from thinwire.checkpoint.tensor_files import check_header
 from thinwire.errors import CheckpointError
 
 
 def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
-    """Compare a whole safetensors file with its manifest entry: size, checksums and header.
-
-    Args:
-        directory: The checkpoint.
-        file: Manifest entry of the file.
-        contents: Span of every key that the file should hold.
+    """Compare a whole safetensors file with its manifest entry, and with the spans of the keys that it should hold:
+    size, checksums and header.
 
     Raises:
         CheckpointError: Something differs; the message names the file.
@@ -43,41 +39,43 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
 
 
 def wanted_files(directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> list[WantedFile]:
-    """What a rank wants from a checkpoint, found file by file before any of it is read.
-
-    Args:
-        directory: The checkpoint.
-        manifest: Its table of contents.
-        vectors: What is wanted, of lengths and element types that fit the manifest.
+    """What a rank wants from a checkpoint, of lengths and element types that fit the manifest; found file by file
+    before any of it is read.
 
     Raises:
         CheckpointError: The header of a file with wanted elements is malformed or contradicts the manifest.
     """
     contents = manifest.contents()
+    begins: dict[int, dict[str, int]] = {}  # of the elements of each key, by file
+    runs: dict[int, list[_Run]] = {}
+    for key, vector in vectors.items():
+        for chunk in vector.chunks:
+            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
+            for span in manifest.vectors[key].spans:
+                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
+                if begin >= end:
+                    continue
+                if (number := span.file) not in begins:
+                    file = manifest.files[number]
+                    begins[number] = check_header(directory / file.name, file.size, contents[number])
+                dtype = contents[number][key][0]
+                first = begins[number][key] + (begin - span.offset) * dtype.itemsize
+                target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
+                runs.setdefault(number, []).append(_Run(first, dtype, target))
+                num_read += end - begin
+            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
     files = []
-    for index, copies in _by_file(manifest, vectors).items():
-        file = manifest.files[index]
-        path = directory / file.name
-        begins = check_header(path, file.size, contents[index])
-        runs = []
-        for key, start, target in copies:
-            dtype = contents[index][key][0]
-            runs.append(_Run(begins[key] + start * dtype.itemsize, dtype, target))
-        runs.sort(key=lambda run: run.begin)
-        files.append(WantedFile(path, file, min(begins.values()), runs))
+    for number, of_file in runs.items():
+        of_file.sort(key=lambda run: run.begin)
+        file = manifest.files[number]
+        files.append(WantedFile(directory / file.name, file, min(begins[number].values()), of_file))
     return files
 
 
 @final
 @dataclass(frozen=True)
 class _Run:
-    """Bytes of a file that are wanted.
-
-    Attributes:
-        begin: First byte.
-        dtype: Type of the stored elements.
-        target: Where they go.
-    """
+    """Bytes of a file that are wanted: the first one, the type of the stored elements, and where they go."""
 
     begin: int
     dtype: torch.dtype
@@ -131,10 +129,10 @@ class WantedFile:
                 those with elements of the corrupt block with what it holds.
         """
         placed = self._placed()
-        reads = _checked(self.path, self.file, [piece for piece, _ in placed])
-        for read, (_, copied) in zip(reads, placed, strict=True):
+        blocks = _checked(self.path, self.file, [piece for piece, _ in placed])
+        for block, (piece, copied) in zip(blocks, placed, strict=True):
             for run in copied:
-                run.take(read.piece.begin, read.block)
+                run.take(piece.begin, block)
 
     def fill_unchecked(self) -> None:
         """Read the runs of a file that has passed :func:`check_file`, into tensors on the CPU of the stored type.
@@ -182,57 +180,31 @@ def _spans(file: FileEntry, numbers: Iterable[int]) -> Iterator[tuple[int, int]]
             yield at, min(BLOCK_BYTES, begin + length - at)
 
 
-def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[ReadPiece]:
-    """Read blocks of a file and compare them with their checksums.
-
-    Args:
-        path: The file.
-        file: Its manifest entry.
-        pieces: All pieces of the blocks to read, in order.
+def _checked(path: Path, file: FileEntry, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+    """Read blocks of a file, given by all their pieces in order, and compare them with their checksums.
 
     Yields:
-        Each piece, valid until the next one is asked for. Only the last of a block tells that the block is right.
+        The block of memory of each piece, valid until the next one is asked for. Only the last piece of a block tells
+        that the block is right.
 
     Raises:
         CheckpointError: The file cannot be read, or a block differs from its checksum.
     """
     crc = 0
     try:
-        for read in read_ahead(path, pieces):
-            for part in read.parts:
+        for piece, memory, parts in read_ahead(path, pieces):
+            for part in parts:
                 crc = crc32(part.numpy().data, crc)
-            number = (read.piece.end - 1) // file.block_bytes
-            if read.piece.end == sum(file.block(number)):
-                _compare(path, file, number, crc)
+            end = piece.begin + piece.length
+            number = (end - 1) // file.block_bytes
+            begin, length = file.block(number)
+            if end == begin + length:
+                if crc != file.crcs[number]:
+                    raise CheckpointError(
+                        f"{path}: corrupt: the CRC-32 of bytes {begin} to {end} is {crc:08x}, the manifest says "
+                        f"{file.crcs[number]:08x}"
+                    )
                 crc = 0
-            yield read
+            yield memory
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
-
-
-def _compare(path: Path, file: FileEntry, number: int, crc: int) -> None:
-    if crc != file.crcs[number]:
-        begin, length = file.block(number)
-        raise CheckpointError(
-            f"{path}: corrupt: the CRC-32 of bytes {begin} to {begin + length} is {crc:08x}, the manifest says "
-            f"{file.crcs[number]:08x}"
-        )
-
-
-def _by_file(
-    manifest: Manifest, vectors: Mapping[str, ShardedVector]
-) -> dict[int, list[tuple[str, int, torch.Tensor]]]:
-    """List the copies that fill the chunks, by index of the file, so that each file is opened once: the key of a
-    vector, the index of the first element in the stored span, and the part of a chunk where the elements go."""
-    files: dict[int, list[tuple[str, int, torch.Tensor]]] = {}
-    for key, vector in vectors.items():
-        for chunk in vector.chunks:
-            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
-            for span in manifest.vectors[key].spans:
-                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
-                if begin < end:
-                    target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
-                    files.setdefault(span.file, []).append((key, begin - span.offset, target))
-                    num_read += end - begin
-            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
-    return files

@@ -12,7 +12,7 @@ The header says where each span lies in its vector, in the metadata of ``torch.d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -59,96 +59,56 @@ class ShardedVector:
     chunks: tuple[Chunk, ...]
 
 
-@final
-@dataclass(frozen=True)
-class WrittenFile:
-    """A file that a rank has written.
-
-    Attributes:
-        entry: its name, size in bytes and checksums.
-        pieces: key, offset and length in elements of each span that it holds.
-    """
-
-    entry: FileEntry
-    pieces: list[tuple[str, int, int]]
+WrittenFile = tuple[FileEntry, list[tuple[str, int, int]]]
+"""A file that a rank has written; and key, offset and length in elements of each span that it holds."""
 
 
-@final
-@dataclass(frozen=True)
-class PackedPiece:
-    """A part of a chunk that fits in one file.
-
-    Attributes:
-        key: name of the vector.
-        offset: index of its first element in the vector.
-        tensor: its elements: one-dimensional, contiguous, not empty.
-    """
-
-    key: str
-    offset: int
-    tensor: torch.Tensor
-
-
-def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[PackedPiece]:
+def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[tuple[str, Chunk]]:
     """Cut this rank's chunks into pieces of at most :data:`FILE_BYTES`; empty chunks leave none."""
     for key, vector in vectors.items():
         for chunk in vector.chunks:
             step = max(1, FILE_BYTES // chunk.tensor.itemsize)
             for start in range(0, chunk.tensor.numel(), step):
-                piece = chunk.tensor.detach()[start : start + step]
-                yield PackedPiece(key, chunk.offset + start, piece)
+                yield key, Chunk(chunk.offset + start, chunk.tensor.detach()[start : start + step])
 
 
-def pack(vectors: Mapping[str, ShardedVector]) -> list[list[PackedPiece]]:
-    """Distribute this rank's chunks over files of at most :data:`FILE_BYTES`, a key at most once per file.
-
-    Args:
-        vectors: by key.
-
-    Returns:
-        The pieces of each file. Empty chunks leave no piece and no file.
-    """
-    files: list[list[PackedPiece]] = []
+def pack(vectors: Mapping[str, ShardedVector]) -> list[dict[str, Chunk]]:
+    """Distribute this rank's chunks over files of at most :data:`FILE_BYTES`, a key at most once per file: the pieces
+    of each file by key. Empty chunks leave no piece and no file."""
+    files: list[dict[str, Chunk]] = []
     sizes: list[int] = []
     first_open = 0
     next_file: dict[str, int] = {}
-    for piece in _cut(vectors):
-        num_bytes = piece.tensor.numel() * piece.tensor.itemsize
-        index = max(first_open, next_file.get(piece.key, 0))
+    for key, piece in _cut(vectors):
+        num_bytes = piece.tensor.nbytes
+        index = max(first_open, next_file.get(key, 0))
         while index < len(files) and sizes[index] + num_bytes > FILE_BYTES:
             index += 1
         if index == len(files):
-            files.append([])
+            files.append({})
             sizes.append(0)
-        files[index].append(piece)
+        files[index][key] = piece
         sizes[index] += num_bytes
-        next_file[piece.key] = index + 1
+        next_file[key] = index + 1
         while first_open < len(files) and sizes[first_open] >= FILE_BYTES:
             first_open += 1
     return files
 
 
-def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> WrittenFile:
-    """Write one safetensors file and make it durable.
-
-    Args:
-        directory: an existing directory.
-        number: index of the file among the files of all ranks, from 0.
-        pieces: contents of the file, each of another key.
-
-    Returns:
-        The file's name, size and checksums, and the spans that it holds. The checksums are those of the bytes in
-        memory, so they also expose bytes that change on their way to the disk.
+def write_file(directory: Path, number: int, pieces: Mapping[str, Chunk]) -> WrittenFile:
+    """Write pieces, by key, as one safetensors file, whose number among those of all ranks counts from 0, and make it
+    durable. Its checksums are those of the bytes in memory, so they also expose bytes that change on their way to
+    the disk.
 
     Raises:
         OSError: the disk is full, or the file system fails otherwise.
     """
     path = directory / _FILE_NAME.format(number + 1)
     # As the library does, so that elements of every type are aligned: the widest types first, then by name.
-    ordered = sorted(pieces, key=lambda piece: (-piece.tensor.itemsize, piece.key))
-    offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in ordered}
+    ordered = dict(sorted(pieces.items(), key=lambda item: (-item[1].tensor.itemsize, item[0])))
+    offsets = {key: {"saved_offsets": [piece.offset]} for key, piece in ordered.items()}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    entries = [TensorEntry(piece.key, piece.tensor.dtype, piece.tensor.shape) for piece in ordered]
-    size, crcs = write_durably(path, [header(entries, metadata), *(as_bytes(piece.tensor) for piece in ordered)])
-    located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
-    return WrittenFile(FileEntry(path.name, size, crcs), located)
+    entries = [TensorEntry(key, piece.tensor.dtype, piece.tensor.shape) for key, piece in ordered.items()]
+    elements = (as_bytes(piece.tensor) for piece in ordered.values())
+    size, crcs = write_durably(path, [header(entries, metadata), *elements])
+    return FileEntry(path.name, size, crcs), [(key, one.offset, one.tensor.numel()) for key, one in pieces.items()]

@@ -20,6 +20,7 @@ import dataclasses
 import difflib
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def write(
         nonlocal staging
         if control.rank:
             return None
-        staging = Staging(Path(path).resolve(), Staging.new_token())
+        staging = Staging(Path(path).resolve(), secrets.token_hex(8))
         staging.create()
         return staging.token
 
@@ -208,12 +209,6 @@ class Opened:
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
     """Read the manifest of a checkpoint, and compare the sizes of its files with it, in this process alone.
 
-    Args:
-        path: The checkpoint directory.
-
-    Returns:
-        What :func:`read` takes as well.
-
     Raises:
         CheckpointError: The checkpoint is missing or incomplete, or its manifest is corrupt.
     """
@@ -230,16 +225,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened:
 
 
 def read(
-    checkpoint: str | os.PathLike[str] | Opened,
+    checkpoint: Opened,
     vectors: Mapping[str, ShardedVector],
     *,
     control: Ranks,
-    strict: bool = True,
     before_filling: Callable[[], None] = lambda: None,
-) -> tuple[str, ...]:
+) -> None:
     """Fill chunks in place from a checkpoint that was written under any sharding. Collective.
 
-    1. Every rank reads the manifest, and compares the sizes of all files and its own vectors with it.
+    1. Every rank compares its own vectors with the manifest, and all see that they have the same one.
     2. Every rank compares the headers of the files that hold its elements with the manifest.
     3. Every rank reads the blocks that hold its elements into its chunks, once, and compares each with its checksum.
        Several ranks may read the same ones.
@@ -252,65 +246,44 @@ def read(
     integers into wider integers; any other difference is an error. Vectors that no rank passes are ignored.
 
     Args:
-        checkpoint: The checkpoint directory, or what :func:`open_checkpoint` has read of it.
+        checkpoint: What :func:`open_checkpoint` has read of it on this rank.
         vectors: The chunks to fill on this rank, by key of their vector.
         control: The ranks that load; any number.
-        strict: Whether a key that the checkpoint lacks is an error.
         before_filling: Called after 2. If an error is raised before it has been called, no tensor has changed.
 
-    Returns:
-        The keys that the checkpoint lacks, whose chunks are unchanged; empty if ``strict``.
-
     Raises:
-        CheckpointError: On every rank, if the checkpoint is missing, incomplete or corrupt, if ranks see different
-            checkpoints, or if a key, a length or an element type does not fit.
+        CheckpointError: On every rank, if a file is missing or corrupt, if ranks see different checkpoints, or if a
+            key, a length or an element type does not fit.
     """
-    place = checkpoint.directory if isinstance(checkpoint, Opened) else os.fspath(checkpoint)
-    doing = f"{place}: cannot load"
-    opened: Opened | None = None
+    doing = f"{checkpoint.directory}: cannot load"
+    files: list[WantedFile] = []
 
     def inspect() -> int:
-        nonlocal opened
-        opened = checkpoint if isinstance(checkpoint, Opened) else open_checkpoint(checkpoint)
-        _check_wanted(vectors, opened.manifest, strict=strict)
-        return opened.fingerprint
+        _check_wanted(vectors, checkpoint.manifest)
+        return checkpoint.fingerprint
+
+    def compare_headers() -> None:
+        files.extend(checkpoint.wanted(vectors))
+
+    def fill() -> None:
+        for file in files:
+            file.fill()
 
     fingerprints = _together(control, doing, inspect, Typed[int](int))
-    assert opened is not None
     for rank, fingerprint in enumerate(fingerprints):
         if fingerprint != fingerprints[0]:
             raise CheckpointError(
                 f"{doing}: ranks 0 and {rank} see different checkpoints there; "
                 "load from a file system that all ranks share"
             )
-    there = opened.manifest.vectors
-    wanted = {key: vector for key, vector in vectors.items() if key in there}
-    files: list[WantedFile] = []
-
-    def compare_headers() -> None:
-        assert opened is not None
-        files.extend(opened.wanted(wanted))
-
-    def fill() -> None:
-        for file in files:
-            file.fill()
-
     _together(control, doing, compare_headers, NOTHING)
     before_filling()
     _together(control, doing, fill, NOTHING)
-    return tuple(key for key in vectors if key not in wanted)
 
 
 def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
-    """Verify a checkpoint in this process alone.
-
-    Args:
-        path: The checkpoint directory.
-        checksums: Whether to read every file and compare headers and checksums. Otherwise, only the manifest and the
-            presence and sizes of the files are checked.
-
-    Returns:
-        The manifest: files, vectors with their lengths and element types, values.
+    """Verify a checkpoint in this process alone, and return its manifest: read every file and compare headers and
+    ``checksums``, or else check only the manifest and the presence and sizes of the files.
 
     Raises:
         CheckpointError: A file is missing or corrupt; the message names it.
@@ -322,17 +295,8 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
 
 
 def _together(control: Ranks, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
-    """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
-
-    Args:
-        control: The ranks.
-        doing: Beginning of the error message.
-        action: The part of this rank; it must not communicate.
-        typed: Type of its result.
-
-    Returns:
-        The results of all ranks, by rank.
-    """
+    """Run an action, which must not communicate, on every rank; returns the results of all, by rank. If any failed, all
+    of them raise one :class:`CheckpointError`, which begins with what they were ``doing``."""
 
     def explained(problems: Mapping[int, str]) -> CheckpointError:
         ranks: dict[str, list[int]] = {}
@@ -369,9 +333,9 @@ def _compile(
 ) -> Manifest:
     files = []
     spans: dict[str, list[StoredSpan]] = {key: [] for key in numels}
-    for index, file in enumerate(file for files_of_rank in written for file in files_of_rank):
-        files.append(file.entry)
-        for key, offset, length in file.pieces:
+    for index, (file, pieces) in enumerate(file for files_of_rank in written for file in files_of_rank):
+        files.append(file)
+        for key, offset, length in pieces:
             spans[key].append(StoredSpan(offset, length, index))
     vectors = {
         key: VectorEntry(numels[key], dtypes[key], tuple(sorted(spans[key], key=lambda span: span.offset)))
@@ -393,14 +357,11 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
         os.fsync(stream.fileno())
 
 
-def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest, *, strict: bool) -> None:
+def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest) -> None:
     """Compare the vectors that this rank wants with those of the checkpoint."""
-    missing = [key for key in vectors if key not in manifest.vectors]
-    if missing and strict:
+    if missing := [key for key in vectors if key not in manifest.vectors]:
         raise CheckpointError(_missing_keys(missing, manifest.vectors))
     for key, vector in vectors.items():
-        if key in missing:
-            continue
         entry = manifest.vectors[key]
         if vector.numel != entry.numel:
             raise CheckpointError(

@@ -19,14 +19,8 @@ MAX_INT: Final = 2**63 - 1
 
 
 def dump_value(value: object, what: str) -> str:
-    """Serialise a JSON value so that it is read back exactly.
-
-    Args:
-        value: ``None``, bool, int, finite float, str, or a list or dict (with string keys) of such values.
-        what: Name of the value, for messages.
-
-    Returns:
-        Canonical JSON text.
+    """Serialise a JSON value, which messages name by ``what``, as canonical text that is read back exactly: ``None``,
+    bool, int, finite float, str, or a list or dict (with string keys) of such values.
 
     Raises:
         CheckpointError: The value, or one inside it, has another type or is not finite.
@@ -36,11 +30,6 @@ def dump_value(value: object, what: str) -> str:
         return dump(value).decode()
     except ValueError as error:
         raise CheckpointError(f"{what}: cannot be written as JSON: {error}") from error
-
-
-def parse_value(text: str) -> Any:
-    """Parse the output of :func:`dump_value`."""
-    return json.loads(text)
 
 
 def check_count(raw: bytes, where: str, remedy: str) -> None:

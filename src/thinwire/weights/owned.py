@@ -21,11 +21,8 @@ _Part = tuple[str, Sequence[int], int, torch.Tensor]
 def snapshot(runtimes: Iterable[Runtime], prefix: str) -> tuple[list[Piece], Values]:
     """This rank's pieces of a model, and a copy of their values: those that forwards compute with.
 
-    Collective. Every element of every tensor is in one piece of one rank.
-
-    Args:
-        runtimes: Runtimes of this rank's parts of the model.
-        prefix: What the names of pieces lack of those in the model.
+    Collective. Every element of every tensor is in one piece of one rank. Names lack the prefix that they have in the
+    model.
     """
     pieces: dict[str, list[Piece]] = {}
     values: dict[str, list[torch.Tensor]] = {}

@@ -232,13 +232,7 @@ def decode(data: bytes) -> tuple[int, tuple[Piece, ...], dict[str, memoryview]]:
 
 
 def take(dtype: str, message: memoryview, numel: int, old: torch.Tensor | None) -> torch.Tensor:
-    """The values that a message makes, 1-D.
-
-    Args:
-        dtype: Their dtype.
-        message: The message.
-        numel: Their number.
-        old: Values of the parent, for a delta.
+    """The values that a message makes, 1-D; that of a delta from the ``old`` values of its parent.
 
     Raises:
         WireError: It was made against other values, or is damaged.

@@ -87,16 +87,8 @@ def publisher(
 
 @dataclass(frozen=True)
 class _Version:
-    """A version as this rank holds it.
-
-    Attributes:
-        number: Its number.
-        step: Optimizer steps that made it.
-        pieces: This rank's pieces.
-        values: Their values.
-        is_anchor: Whether it is published as an anchor, too.
-        is_rung: Whether a delta from the rung before it is published, too.
-    """
+    """A version as this rank holds it: the pieces and values of this rank after so many steps of the optimizer. It may
+    be published as an anchor, too, or as a delta from the rung before it."""
 
     number: int
     step: int
@@ -138,14 +130,15 @@ class Publisher:
         self._wanted = self._anchor_wanted = False  # whether receivers need an anchor: says this rank, says any
         self._left_out = False  # whether the weights of the last step are in no version
         self._ended = self._is_alone = False
-        self._run = max(self._ranks.agree(self._begin_run, _unreadable, _RUN))
+        first = self._ranks.rank == 0
+        self._run = max(self._ranks.agree(lambda: new_run(store.names()) if first else "", _unreadable, _RUN))
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
         self._steps += 1
         self._left_out = True
-        if self._steps % self._every == 0 and not self._ended:
-            self._publish()
+        if self._steps % self._every == 0 and not self._ended and self._settle(self._exchange()):
+            self._begin()
 
     def close(self) -> None:
         """Wait until the last version is written, for ten minutes at most. Collective: if it is not that of the last
@@ -166,10 +159,6 @@ class Publisher:
                 return self._settle(states)
         log.warning("version %d was not published: %s has not taken it in time", self.version, self._store.url)
         return self._settle(states)
-
-    def _publish(self) -> None:
-        if self._settle(self._exchange()):
-            self._begin()
 
     def _exchange(self) -> list[_State]:
         return self._ranks.all_gather_typed((self._state(), self._newer, self._wanted), _STATES)
@@ -201,9 +190,6 @@ class Publisher:
         arguments = self._begun, self._base, self._rung
         self._thread = threading.Thread(target=self._write, args=arguments, name="thinwire publisher", daemon=True)
         self._thread.start()
-
-    def _begin_run(self) -> str:
-        return new_run(self._store.names()) if self._ranks.rank == 0 else ""
 
     # -- what ranks have written -------------------------------------------------------------------------------
 

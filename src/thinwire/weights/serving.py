@@ -25,13 +25,8 @@ _SILENCE: Final = 60.0
 
 
 def weights_server(directory: Path, host: str, port: int, keys: Keys | None) -> http.server.ThreadingHTTPServer:
-    """A server that listens, and answers once its ``serve_forever`` runs.
-
-    Args:
-        directory: The store, which may not be there yet.
-        host: Address to listen at.
-        port: Port; 0 for a free one.
-        keys: Keys that subscribers need, too, over TLS; ``None`` for plain HTTP.
+    """A server of a store, which may not be there yet, that listens at an address and a port (0 for a free one), and
+    answers once its ``serve_forever`` runs. Subscribers need the same keys, over TLS; ``None`` for plain HTTP.
 
     Raises:
         UsageError: It cannot listen there, or the keys cannot be read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,16 @@ def test_a_scalar_parameter_goes_on(tmp_path: Path, name: str, kind: str) -> Non
         assert torch.allclose(weights[key], value, atol=1e-6), key
 
 
-def in_groups(kind: str, rate: torch.Tensor) -> tuple[nn.Module, Any]:
-    """A model under an optimizer of two groups, which share a tensor as their learning rate."""
+def under(
+    kind: str, made: type[torch.optim.Optimizer], *groups: Mapping[str, Any], **options: Any
+) -> tuple[nn.Module, Any]:
+    """A model under an optimizer of groups, whose ``params`` are names; without any, of one group."""
     model = tw.shard(Scaled(), plan("zero1"))
     if kind == "thinwire":
-        names = [{"params": ["up.*"]}, {"params": ["scale"]}]
-        return model, tw.optimizer(model, torch.optim.NAdam, param_groups=names, lr=rate)
-    return model, torch.optim.NAdam([{"params": list(model.up.parameters())}, {"params": [model.scale]}], lr=rate)
+        return model, tw.optimizer(model, made, param_groups=groups, **options)
+    named = dict(model.named_parameters())
+    over = [{**group, "params": [named[name] for name in group["params"]]} for group in groups]
+    return model, made(over or named.values(), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,11 +94,12 @@ def in_groups(kind: str, rate: torch.Tensor) -> tuple[nn.Module, Any]:
 @on_ranks(2)
 def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape: tuple[int, ...]) -> None:
     rate = torch.full(shape, 0.1)
-    model, optim = in_groups(kind, rate)
+    groups = {"params": ["up.weight", "up.bias"]}, {"params": ["scale"]}
+    model, optim = under(kind, torch.optim.NAdam, *groups, lr=rate)
     trained(model, optim, 0, ranks=(dist.get_rank(),))
     optim.param_groups[0]["lr"] = torch.full(shape, 0.025)
     tw.save(model, optim, tmp_path / "decayed")
-    model, optim = in_groups(kind, rate)
+    model, optim = under(kind, torch.optim.NAdam, *groups, lr=rate)
     tw.load(model, optim, tmp_path / "decayed")
     assert rate.item() == pytest.approx(0.1)  # whoever else holds it keeps it
     rates = [group["lr"] for group in optim.param_groups]
@@ -103,31 +107,20 @@ def test_learning_rates_that_are_tensors_go_on(tmp_path: Path, kind: str, shape:
     assert [rate.item() for rate in rates] == pytest.approx([0.025, 0.1])
 
 
-def with_groups(kind: str, *groups: tuple[float, list[str]]) -> tuple[nn.Module, Any]:
-    """A model under an optimizer of groups with these learning rates and parameters."""
-    model = tw.shard(Scaled(), plan("zero1"))
-    if kind == "thinwire":
-        return model, tw.optimizer(model, torch.optim.SGD, param_groups=[{"lr": lr, "params": p} for lr, p in groups])
-    named = dict(model.named_parameters())
-    return model, torch.optim.SGD([{"lr": lr, "params": [named[name] for name in names]} for lr, names in groups])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_groups_are_those_with_the_same_parameters(tmp_path: Path, kind: str) -> None:
-    tw.save(*with_groups(kind, (0.1, ["up.weight", "up.bias"]), (0.2, ["scale"])), tmp_path / "saved")
-    model, optim = with_groups(kind, (1.0, ["scale"]), (1.0, ["up.bias", "up.weight"]))
+    def made(*groups: tuple[float, list[str]]) -> tuple[nn.Module, Any]:
+        return under(kind, torch.optim.SGD, *({"lr": lr, "params": names} for lr, names in groups))
+
+    tw.save(*made((0.1, ["up.weight", "up.bias"]), (0.2, ["scale"])), tmp_path / "saved")
+    model, optim = made((1.0, ["scale"]), (1.0, ["up.bias", "up.weight"]))
     tw.load(model, optim, tmp_path / "saved")
     assert [group["lr"] for group in optim.param_groups] == [0.2, 0.1]
-    model, optim = with_groups(kind, (1.0, ["up.weight"]), (1.0, ["scale", "up.bias"]))
+    model, optim = made((1.0, ["up.weight"]), (1.0, ["scale", "up.bias"]))
     moved = r"and .* were saved in groups .*, and are in groups .* of the optimizer; make the optimizer with the param"
     with pytest.raises(CheckpointError, match=moved):
         tw.load(model, optim, tmp_path / "saved")
-
-
-def of_class(kind: str, made: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
-    model = tw.shard(Scaled(), plan("zero1"))
-    return model, tw.optimizer(model, made, **options) if kind == "thinwire" else made(model.parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,10 +130,10 @@ def test_state_that_the_optimizer_does_not_keep_is_refused(tmp_path: Path, kind:
         (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
         (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
     ):
-        model, optim = of_class(kind, made, lr=0.1, **options)
+        model, optim = under(kind, made, lr=0.1, **options)
         trained(model, optim, 0, ranks=(dist.get_rank(),))
         tw.save(model, optim, tmp_path / key)
-        model, optim = of_class(kind, made, lr=0.1)
+        model, optim = under(kind, made, lr=0.1)
         with pytest.raises(CheckpointError, match=f"state '{key}' of .*, which this optimizer does not keep"):
             tw.load(model, optim, tmp_path / key)
         assert not optim.state
@@ -186,7 +179,7 @@ def test_numbers_that_are_not_finite_go_on(tmp_path: Path, kind: str) -> None:
     """A limit that is infinite, and the moment of a scalar that has diverged, as that of any other parameter."""
 
     def made() -> tuple[nn.Module, Any]:
-        model, optim = of_class(kind, torch.optim.SGD, lr=0.1, momentum=0.9)
+        model, optim = under(kind, torch.optim.SGD, lr=0.1, momentum=0.9)
         optim.param_groups[0]["limit"] = None
         return model, optim
 
@@ -204,7 +197,7 @@ def test_numbers_that_are_not_finite_go_on(tmp_path: Path, kind: str) -> None:
 
 @on_ranks(2)
 def test_a_part_that_is_trained_elsewhere_has_to_be_in_the_optimizer(tmp_path: Path) -> None:
-    model, optim = of_class("torch", torch.optim.AdamW)
+    model, optim = under("torch", torch.optim.AdamW)
     trained(model, optim, 0, ranks=(dist.get_rank(),))
     tw.save(model, optim, tmp_path / "saved")
     model = tw.shard(Scaled(), plan("zero1"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -126,14 +127,6 @@ def read(how: str, fields: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("how", READS)
-@on_ranks(WORLD)
-def test_who_reads_right_after_a_step_reads_new_values(how: str) -> None:
-    with slow_host():
-        late = read(how, UPDATE)
-    assert all(map(torch.equal, late, read(how, {})))
-
-
 def clipped_after(fields: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters after a step whose gradients are clipped once it has returned, before its updates have read them."""
     model, optim = made("zero1", {"bucket_bytes": 1, **fields})
@@ -143,17 +136,11 @@ def clipped_after(fields: dict[str, Any]) -> list[torch.Tensor]:
     return list(tw.full_state_dict(model).values())
 
 
-@on_ranks(WORLD)
-def test_clipping_after_a_step_is_too_late_for_it() -> None:
-    with slow_host():
-        late = clipped_after(UPDATE)
-    assert all(map(torch.equal, late, clipped_after({})))
-
-
 def skipping(fields: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters after steps in which the last block runs every other time: only the backward is about its update."""
     torch.manual_seed(0)
-    model = tw.shard(Skipping(), tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", **fields))
+    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=1, **fields)
+    model = tw.shard(Skipping(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     for step in range(5):
         x = samples(step, 1, WORLD)[0, torch.distributed.get_rank()][:, :8]
@@ -163,11 +150,19 @@ def skipping(fields: dict[str, Any]) -> list[torch.Tensor]:
     return list(tw.full_state_dict(model).values())
 
 
+AFTER: dict[str, Callable[[dict[str, Any]], list[torch.Tensor]]] = {
+    **{how: partial(read, how) for how in READS},
+    "clipping": clipped_after,  # is too late for the step
+    "skipping": skipping,  # units that do not run are updated before their next gradient
+}
+
+
+@pytest.mark.parametrize("what", AFTER)
 @on_ranks(WORLD)
-def test_units_that_do_not_run_are_updated_before_their_next_gradient() -> None:
+def test_what_comes_right_after_a_step_finds_new_values(what: str) -> None:
     with slow_host():
-        late = skipping({**UPDATE, "bucket_bytes": 1})
-    assert all(map(torch.equal, late, skipping({"bucket_bytes": 1})))
+        late = AFTER[what](UPDATE)
+    assert all(map(torch.equal, late, AFTER[what]({})))
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -76,15 +76,7 @@ class EncodedForm(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Elements of a vector.
-
-    Attributes:
-        kind: Kind of the vector, with which its key begins.
-        numel: Number of its elements.
-        offset: First of the elements.
-        length: Their number.
-        dtype: Dtype of the vector.
-    """
+    """``length`` elements from ``offset`` on of a vector of ``numel``, whose key begins with ``kind``."""
 
     kind: str
     numel: int
@@ -122,14 +114,11 @@ def want_encoded(
     slot: Slot,
     offset: int,
     run: Run,
-    want: Callable[[str, str, int, int, torch.Tensor], None],
+    want: Callable[[str, Slot, int, torch.Tensor, int], None],
 ) -> Sequence[Callable[[], object]]:
     """Register blocks for reading of a parameter, whose elements from ``offset`` on lie in ``run`` of this rank's P
-    shard. ``want`` registers elements: key, name of the parameter, length of the vector, offset, target.
-
-    Returns:
-        Functions that put decoded values into place, once everything has been read.
-    """
+    shard. ``want`` registers elements: key, slot, offset, target, length of the vector. Returns functions
+    that put decoded values into place, once everything has been read."""
     spans, device = form.spans(slot.numel, offset, run.length), buffer.full.device
     as_they_lie = buffer.stored if buffer.layout.stored == form.codec else None
     if as_they_lie is not None:
@@ -137,7 +126,7 @@ def want_encoded(
     else:
         targets = [torch.empty(span.length, dtype=span.dtype, device=device) for span in spans]
     for span, target in zip(spans, targets, strict=True):
-        want(f"{span.kind}/{slot.name}", slot.name, span.numel, span.offset, target)
+        want(f"{span.kind}/{slot.name}", slot, span.offset, target, span.numel)
     if as_they_lie is not None:
         return ()
     assert form.codec.block is not None

@@ -22,7 +22,7 @@ from thinwire.checkpoint.background import PendingSave
 from thinwire.checkpoint.bases import Base, base_name, describe_difference
 from thinwire.checkpoint.blocks import as_bytes
 from thinwire.checkpoint.durable import directory_of
-from thinwire.checkpoint.manifest import Content, check_cover, dtype_name, named_dtype
+from thinwire.checkpoint.manifest import DTYPES, Content, check_cover, dtype_name
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
@@ -82,17 +82,15 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def base_for(
     model: nn.Module, frozen: str | Path | None, path: Path, vectors: Mapping[str, ShardedVector], ranks: Control
 ) -> Base | None:
-    """What a save does with frozen parameters. Collective.
+    """What a save of these ranks does with frozen parameters: the base to write or to refer to; ``None`` without frozen
+    parameters. Collective.
 
     Args:
         model: The first part of the model that is saved.
         frozen: What the user said about them; see :func:`thinwire.save`.
         path: Directory of the checkpoint.
         vectors: This rank's pieces of them, by key.
-        ranks: The ranks that save together.
-
-    Returns:
-        The base to write or to refer to; ``None`` without frozen parameters.
+        ranks: The ranks.
     """
     place = path.parent if frozen is None else None if frozen == REFERENCE else directory_of(frozen).absolute()
     known = _known.setdefault(model, _Known())
@@ -165,7 +163,7 @@ def _contents(
 def _joined(key: str, numel: int, pieces: Sequence[_Piece]) -> Content:
     spans = [(piece.offset, piece.numel) for piece in pieces]
     check_cover(spans, numel, f"vector {key!r}: of all ranks' chunks, elements")
-    dtype, crc = named_dtype(pieces[0].dtype), 0
+    dtype, crc = DTYPES[pieces[0].dtype], 0
     for piece in sorted(pieces, key=lambda one: one.offset):
         crc = crc32_combine(crc, piece.crc, piece.numel * dtype.itemsize)
     return Content(numel, dtype, crc)

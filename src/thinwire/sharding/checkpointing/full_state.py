@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import safetensors.torch
@@ -23,34 +22,11 @@ Names = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the order of the optimizer of the whole model."""
 
 
-@dataclass(frozen=True)
-class _WholeEntry:
-    """One entry of a parameter's state.
+_Entries = tuple[dict[str, bool], bytes, dict[str, object]]
+"""A parameter's state: its keys, and whether they have an element for each of the parameter, so that ranks hold pieces;
+tensors in safetensors, without elements if they are cut; and numbers, text, or lists and dictionaries of such."""
 
-    Attributes:
-        cut: Whether it has an element for each of the parameter, so that ranks hold pieces of it.
-        tensor: It in safetensors, without elements if it is cut; ``None`` if it is no tensor.
-        plain: What it is instead: a number, text, or lists and dictionaries of such.
-    """
-
-    cut: bool
-    tensor: bytes | None
-    plain: object = None
-
-    @classmethod
-    def of(cls, value: Any, owned: OwnedFragment) -> _WholeEntry:
-        if not isinstance(value, torch.Tensor):
-            return cls(False, None, value)
-        cut = value.dim() > 0 and value.numel() == owned.value.numel()
-        sent = value.new_empty(0) if cut else value.detach()
-        return cls(cut, safetensors.torch.save({"": sent.cpu().contiguous()}))
-
-    def value(self) -> Any:
-        """It, on the CPU; of a cut one, only the dtype."""
-        return self.plain if self.tensor is None else safetensors.torch.load(self.tensor)[""]
-
-
-_ENTRIES: Final[Typed[dict[str, dict[str, _WholeEntry]]]] = Typed(dict[str, dict[str, _WholeEntry]])
+_STATES: Final[Typed[dict[str, _Entries]]] = Typed(dict[str, _Entries])
 
 
 @torch.no_grad()
@@ -100,20 +76,18 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
     shares, ranks = optim.shares, optim.runtime.control
     assert shares is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
-    mine = {
-        name: {key: _WholeEntry.of(value, item) for key, value in optim.state.get(item.value, {}).items()}
-        for name, item in owned.items()
-    }
-    entries: dict[str, dict[str, _WholeEntry]] = {}
-    for everyone in ranks.all_gather_typed(mine, _ENTRIES):
-        for name, of_name in everyone.items():
-            entries.setdefault(name, {}).update(of_name)
+    mine = {name: _told(entries, item) for name, item in owned.items() if (entries := optim.state.get(item.value))}
+    everyone = {name: told for of_rank in ranks.all_gather_typed(mine, _STATES) for name, told in of_rank.items()}
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():
-        for key, entry in entries.get(name, {}).items():
-            value = entry.value()
-            if entry.cut:
+        if name not in everyone:
+            continue
+        keys, tensors, others = everyone[name]
+        values: dict[str, Any] = {**safetensors.torch.load(tensors), **others}
+        for key, is_cut in keys.items():  # in the same order on all ranks
+            value = values[key]
+            if is_cut:
                 share = shares[name]
                 piece = torch.empty(0, dtype=value.dtype, device=share.device)
                 if name in owned:
@@ -128,6 +102,14 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         for group, of_group in zip(optim.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _told(entries: Mapping[str, Any], owned: OwnedFragment) -> _Entries:
+    tensors = {key: value.detach() for key, value in entries.items() if isinstance(value, torch.Tensor)}
+    cut = {key for key, value in tensors.items() if value.dim() > 0 and value.numel() == owned.value.numel()}
+    sent = {key: value.new_empty(0) if key in cut else value.clone() for key, value in tensors.items()}
+    raw = safetensors.torch.save({key: value.cpu().contiguous() for key, value in sent.items()})
+    return {key: key in cut for key in entries}, raw, {key: entries[key] for key in entries.keys() - tensors.keys()}
 
 
 def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
         # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _check_absent(parts, manifest, path, ranks)
         everywhere(want, ranks)
-        wanted = {keys.get(key, key): vector for key, vector in vectors.sharded().items()}
+        wanted = {keys.get(key, key): vector for key, vector in vectors.items()}
         store.read(opened, wanted, control=ranks, before_filling=begin)
     except BaseException:  # whatever it is, the optimizer must not go on with what a load has left
         for part in loading:
@@ -98,7 +98,7 @@ def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: 
         sharded = sharded_of(model)
         add_frozen(sharded, vectors)
         add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
-    present = {key: vector for key, vector in vectors.sharded().items() if key in manifest.absent}
+    present = {key: vector for key, vector in vectors.items() if key in manifest.absent}
     check_present(manifest.absent, present, path, ranks)
 
 
@@ -175,13 +175,14 @@ class _Loading:
         exchanges, means = self._runtime.exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
-            self._refuse_encoded(owned.fragment.slot.name)
+            slot, name, offset = owned.fragment.slot, owned.fragment.slot.name, owned.fragment.offset
+            self._refuse_encoded(name)
             masters = own_masters(self._island) if apart else "model"
-            stored.want(masters, owned, "", owned.value.detach().view(-1))
+            stored.want(f"{masters}/{name}", slot, offset, owned.value.detach().view(-1))
             if self._with_held:
-                stored.want(held, owned, "", owned.held)
+                stored.want(f"{held}/{name}", slot, offset, owned.held)
             if means is not None and self._counts is not None:
-                stored.want(own_key("average", self._island), owned, "", means.of(owned))
+                stored.want(f"{own_key('average', self._island)}/{name}", slot, offset, means.of(owned))
         if exchanges is not None:
             exchanges.wait()
             self._want_shared(exchanges, fragments, stored)
@@ -200,14 +201,14 @@ class _Loading:
             form = EncodedForm.of(self._manifest.values, slot.name, self._path)
             if form is not None:
                 self._check_uncut(form, slot.name)
-                self._copies += want_encoded(form, frozen_buffer, slot, offset, run, parameters.want_fragment)
+                self._copies += want_encoded(form, frozen_buffer, slot, offset, run, parameters.want)
                 continue
             key, target = f"model/{slot.name}", None if frozen_buffer.stored is not None else frozen_buffer.values(run)
             dtype = parameters.dtype_of(key) or frozen_buffer.layout.dtype
             if target is None or dtype != target.dtype:
                 target = torch.empty(run.length, dtype=dtype, device=frozen_buffer.shard.device)
                 self._copies.append(functools.partial(frozen_buffer.put, run, target))
-            parameters.want_fragment(key, slot.name, slot.numel, offset, target)
+            parameters.want(key, slot, offset, target)
         for name, buffer in persistent_buffers(self._sharded.model):
             entry = self._manifest.vectors.get(f"buffer/{name}")
             dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
@@ -248,10 +249,10 @@ class _Loading:
     def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: StoredParameters) -> None:
         """Register what islands share: what they agreed on last, and the outer momentum, which may be new."""
         for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
-            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, offset, anchor)
+            stored.want(f"model/{slot.name}", slot, offset, anchor)
             key = f"outer/momentum/{slot.name}"
             if momentum is not None and stored.dtype_of(key) is not None:
-                stored.want_fragment(key, slot.name, slot.numel, offset, momentum)
+                stored.want(key, slot, offset, momentum)
             elif momentum is not None:
                 self._copies.append(momentum.zero_)
 
@@ -281,9 +282,9 @@ class _Loading:
                 if full in values:
                     self._copies.append(functools.partial(_put_number, optim.state[owned.value], key, values[full]))
                 elif entry.numel() == owned.value.numel():
-                    parameters.want(prefix, owned, f"/{key}", entry.view(-1))
+                    parameters.want(full, slot, owned.fragment.offset, entry.view(-1))
                 else:
-                    parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
+                    parameters.want(full, slot, 0, entry.view(-1), entry.numel())
 
     def _want_lost(self, key: str, ranks: Sequence[int], vectors: Vectors) -> dict[str, torch.Tensor]:
         """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by what

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from thinwire.checkpoint.strict_json import quote
 from thinwire.errors import CheckpointError
@@ -18,57 +20,42 @@ _LARGEST: Final = 3.4e38
 """About the largest number in fp32."""
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST
-
-
 def _is_number(value: object) -> bool:
     """Whether a value is a number that torch can compute with."""
     return (type(value) is int and abs(value) < _MOST) or (type(value) is float and abs(value) <= _LARGEST)
 
 
-def _is_state(value: object) -> bool:
-    return isinstance(value, bool) or _is_number(value)
+def _is_of(kind: Any, value: object) -> bool:
+    try:
+        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_counts(value: object) -> bool:
-    """Whether a value is a table of lists of counts, such as shapes by name."""
-    return isinstance(value, dict) and all(
-        isinstance(item, list) and all(map(_is_count, item)) for item in value.values()
-    )
-
-
-_KINDS: Final[dict[str, tuple[Callable[[object], bool], str]]] = {
-    "plan": (lambda value: isinstance(value, str), "text"),
-    "num_steps": (_is_count, "a count"),
-    "extra": (_is_table, "a table"),
-    "shapes": (_is_counts, "a table of lists of counts"),
-    "slices": (_is_counts, "a table of lists of counts"),
-    "updated": (_is_table, "a table"),
-    "optimizer": (lambda value: isinstance(value, str), "text"),
-    "groups": (lambda value: isinstance(value, list) and all(map(_is_table, value)), "a list of tables"),
-    "group_numbers": (
-        lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
-        "a table of counts",
-    ),
-    "feedback": (_is_table, "a table"),
-    "order": (lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of text"),
+_Count = Annotated[int, Field(ge=0, lt=_MOST)]
+_KINDS: Final[dict[str, tuple[Any, str]]] = {
+    "plan": (str, "text"),
+    "num_steps": (_Count, "a count"),
+    "extra": (dict, "a table"),
+    "shapes": (dict[str, list[_Count]], "a table of lists of counts"),
+    "slices": (dict[str, list[_Count]], "a table of lists of counts"),
+    "updated": (dict, "a table"),
+    "optimizer": (str, "text"),
+    "groups": (list[dict[str, Any]], "a list of tables"),
+    "group_numbers": (dict[str, _Count], "a table of counts"),
+    "feedback": (dict, "a table"),
+    "order": (list[str], "a list of text"),
 }
+"""Types of values by their keys, and how messages name them."""
 _STATE: Final = re.compile(r"(island-\d+/)?optimizer/")
 """How keys of a parameter's optimizer state begin."""
 _ALWAYS: Final = ("plan", "num_steps", "extra")
 
 
 def check_values(values: Mapping[str, Any], problem: str) -> None:
-    """Check that the values of a manifest which describe a model and its optimizer are there, and of the right types.
-
-    Args:
-        values: The values, from a checkpoint or for one.
-        problem: What it means if they are not: how the message begins.
+    """Check that the values of a manifest which describe a model and its optimizer are there, and of the right types;
+    messages begin with ``problem``, what it means if they are not.
 
     Raises:
         CheckpointError: A value is missing or has another type; the message names it.
@@ -78,11 +65,12 @@ def check_values(values: Mapping[str, Any], problem: str) -> None:
     if missing:
         raise CheckpointError(f"{problem}: its manifest lacks {', '.join(map(repr, missing))}")
     for key, value in values.items():
-        fits, kind = _KINDS.get(key.partition(" of ")[0], (lambda _: True, ""))
+        kind, said = _KINDS.get(key.partition(" of ")[0], (None, ""))
+        fits = kind is None or _is_of(kind, value)
         if _STATE.match(key):
-            fits, kind = _is_state, "a number that fp32 can hold, or a bool"
-        if not fits(value):
-            raise CheckpointError(f"{problem}: the value {key!r} is {quote(value)}, and should be {kind}")
+            fits, said = isinstance(value, bool) or _is_number(value), "a number that fp32 can hold, or a bool"
+        if not fits:
+            raise CheckpointError(f"{problem}: the value {key!r} is {quote(value)}, and should be {said}")
 
 
 def check_groups(saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -105,12 +93,8 @@ def groups_in_order(values: Mapping[str, Any], present: Mapping[str, int], path:
 
     Groups belong together if they have a parameter in common. Parameters that only one side trains do not count, as
     those that are unfrozen later. Groups without any in common keep their order, as do all in checkpoints of releases
-    that did not save which parameters they have.
-
-    Args:
-        values: Values of the manifest.
-        present: Number of the optimizer's group by name of the parameter.
-        path: The checkpoint, for messages.
+    that did not save which parameters they have. ``present`` has the numbers of the optimizer's groups by names of
+    parameters.
 
     Raises:
         CheckpointError: Parameters are together in a saved group, and apart in the optimizer, or the other way round.

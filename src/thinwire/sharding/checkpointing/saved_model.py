@@ -37,10 +37,8 @@ class SavedModel:
         self._cuts: dict[str, list[int]] = values.get("slices", {})
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a whole parameter or buffer, which is in :attr:`shapes`, even if it is stored in slices.
-
-        Returns:
-            Tensor on the CPU, in fp32; frozen parameters and buffers have their own dtype.
+        """Read a whole parameter or buffer, which is in :attr:`shapes`, even if it is stored in slices: on the CPU, in
+        fp32; frozen parameters and buffers have their own dtype.
 
         Raises:
             CheckpointError: The tensor cannot be read, or its length does not match its shape.

@@ -120,10 +120,7 @@ def agreed_path(
         if limit is not None and not (is_number(limit) and 0 < limit <= 1e9):
             raise UsageError(f"limit = {limit!r}: give seconds, above 0 and at most 1e9, or None for no limit")
 
-    def wrong(problems: Mapping[int, str]) -> UsageError:
-        return UsageError(next(iter(problems.values())))
-
-    ranks.agree(check, wrong, NOTHING)
+    ranks.agree(check, lambda problems: UsageError(next(iter(problems.values()))), NOTHING)
     return directory_of(path)
 
 
@@ -137,19 +134,9 @@ def start_saving(
     copies: bool = True,
     frozen: str | Path | None = None,
 ) -> PendingSave:
-    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
-
-    Args:
-        parts: Parts that this rank trains; the same number on every rank.
-        path: Directory of the checkpoint.
-        extra: Further JSON values to save.
-        then: What the writing thread of this rank does once the checkpoint is complete.
-        limit: Seconds that the save may take; see :func:`thinwire.async_save`.
-        copies: False if the caller waits for the save, so that nothing need be copied.
-        frozen: See :func:`thinwire.save`.
-
-    Returns:
-        The save.
+    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`. Every rank has the same number of
+    parts. The writing thread of this rank does ``then`` once the checkpoint is complete. Nothing need be copied
+    (``copies``) if the caller waits for the save.
 
     Raises:
         CheckpointError: The save before has failed, or one that was given up still hangs. Raised on every rank.
@@ -243,8 +230,8 @@ def _collect(
         _save_part(runtime, optim, vectors, values)
         add_frozen(runtime.sharded, shared)
     everywhere(lambda: check_values(values, f"{path}: cannot save"), ranks)
-    frozen = {stored(key): vector for key, vector in shared.sharded().items()}
-    own = {stored(key): vector for key, vector in vectors.sharded().items()}
+    frozen = {stored(key): vector for key, vector in shared.items()}
+    own = {stored(key): vector for key, vector in vectors.items()}
     own |= {key: vector for key, vector in frozen.items() if not vector.numel}  # without a dtype if no rank has a piece
     return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 

@@ -19,7 +19,6 @@ from thinwire.errors import CheckpointError
 from thinwire.sharding.checkpointing.encoded_parameters import encoded_vectors
 from thinwire.sharding.checkpointing.names import stored
 from thinwire.sharding.checkpointing.share_states import FragmentStates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
@@ -50,12 +49,8 @@ def group_numbers(parts: Sequence[ModelAndOptimizer]) -> dict[str, int]:
 
 def everywhere(action: Callable[[], T], ranks: Control) -> T:
     """Run an action that does not communicate on ranks; an error on any rank is raised on all."""
-
-    def first(problems: Mapping[int, str]) -> CheckpointError:
-        return CheckpointError(next(iter(problems.values())))
-
     done: list[T] = []
-    ranks.agree(lambda: done.append(action()), first, NOTHING)
+    ranks.agree(lambda: done.append(action()), lambda problems: CheckpointError(next(iter(problems.values()))), NOTHING)
     return done[0]
 
 
@@ -96,22 +91,18 @@ class StoredParameters:
         entry = self._manifest.vectors.get(key) or self._manifest.vectors.get(sliced(key, 0))
         return None if entry is None else entry.dtype
 
-    def want(self, prefix: str, owned: OwnedFragment, suffix: str, target: torch.Tensor) -> None:
-        """Register the elements of a fragment, from a vector of its parameter's length."""
-        slot = owned.fragment.slot
-        self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
-
-    def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
+    def want(self, key: str, slot: Slot, offset: int, target: torch.Tensor, numel: int | None = None) -> None:
         """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds.
 
         Args:
             key: Key of the vector, without its slice.
-            name: Name of the parameter.
-            numel: Number of elements in this rank's slice.
+            slot: Slot of the parameter.
             offset: First element, relative to the slice.
             target: 1-D, contiguous; filled once everything has been read and copied.
+            numel: Number of elements in this rank's slice; ``None`` for that of the parameter.
         """
-        mine, cut = self._slices.get(name), self._cuts.get(name)
+        mine, cut = self._slices.get(slot.name), self._cuts.get(slot.name)
+        numel = slot.numel if numel is None else numel
         if key in self._manifest.absent or sliced(key, 0) in self._manifest.absent:
             return
         if cut is None and mine is None:
@@ -119,7 +110,7 @@ class StoredParameters:
         elif mine is not None and cut == [mine.dim, mine.ways]:
             self._vectors.add(sliced(key, mine.index), numel, offset, target)
         elif target.numel():
-            self._assemble(key, self._manifest.values["shapes"][name], mine, cut, offset, target)
+            self._assemble(key, self._manifest.values["shapes"][slot.name], mine, cut, offset, target)
 
     def _assemble(
         self, key: str, shape: list[int], mine: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
@@ -168,23 +159,13 @@ def own_slice(sharded: ShardedModel, key: str, name: str) -> str:
     return key if cut is None else sliced(key, cut.index)
 
 
-class Vectors:
-    """Collects chunks by key."""
-
-    def __init__(self) -> None:
-        self._numel: dict[str, int] = {}
-        self._chunks: dict[str, list[Chunk]] = {}
+class Vectors(dict[str, ShardedVector]):
+    """Vectors by key, of which a rank adds its chunks one by one."""
 
     def add(self, key: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         """Add a chunk of a vector; with ``None``, this rank declares the vector but holds none of its elements."""
-        self._numel[key] = numel
-        chunks = self._chunks.setdefault(key, [])
-        if tensor is not None:
-            chunks.append(Chunk(offset, tensor))
-
-    def sharded(self) -> dict[str, ShardedVector]:
-        """The vectors, by key."""
-        return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
+        before = self[key].chunks if key in self else ()
+        self[key] = ShardedVector(numel, before if tensor is None else (*before, Chunk(offset, tensor)))
 
 
 def add_slice(

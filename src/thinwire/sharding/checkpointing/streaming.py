@@ -132,10 +132,7 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
             vars(module).pop(_PROMPT, None)
             gathering.end()
 
-    def explain(problems: Mapping[int, str]) -> CheckpointError:
-        return CheckpointError(f"{what}: {next(iter(problems.values()))}")
-
-    ranks.agree(action, explain, NOTHING)
+    ranks.agree(action, lambda problems: CheckpointError(f"{what}: {next(iter(problems.values()))}"), NOTHING)
 
 
 class _Calling(nn.Module):

@@ -118,13 +118,8 @@ def refuse_class(
     options: Mapping[str, Any],
     groups: Iterable[Mapping[str, Any]],
 ) -> None:
-    """Refuse an optimizer whose updates of pieces, rank by rank, are not those of whole tensors.
-
-    Args:
-        model: The sharded model.
-        optimizer_class: Class of the optimizer.
-        options: Options of the optimizer.
-        groups: Its parameter groups, whose own options may change what it does.
+    """Refuse an optimizer whose updates of pieces, rank by rank, are not those of whole tensors. Options of its groups
+    may change what it does.
 
     Raises:
         UsageError: See :mod:`thinwire.sharding.optimizer.probes`.
@@ -186,14 +181,9 @@ def _group(
 
 
 def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
-    """Resolve the ``params`` of a group to names of parameters.
-
-    Args:
-        group: Parameter group. Its ``params`` are a name, a pattern, a parameter, or several of these; pairs of a name
-            and a parameter are also accepted.
-        names: Names of parameters, by the ``id`` of the parameter.
-        every_name: Names that patterns may match.
-        number: Number of the group, for messages.
+    """Resolve the ``params`` of the group of a number to names of parameters: a name, a pattern for one of
+    ``every_name``, a parameter whose ``id`` is in ``names``, or several of these; pairs of a name and a parameter are
+    also accepted.
 
     Raises:
         UsageError: ``params`` is missing, a pattern matches nothing, or a tensor is not a parameter of the model.

@@ -40,14 +40,8 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tries a class of optimizers, made with these options, on small parameters of a device.
-
-    Attributes:
-        optimizer_class: Class of the optimizer.
-        options: Options of the optimizer.
-        group: Options of a parameter group.
-        device: Device of the trial.
-    """
+    """Tries a class of optimizers, made with these options and those of a parameter group, on small parameters of a
+    device."""
 
     optimizer_class: type[torch.optim.Optimizer]
     options: Mapping[str, Any]

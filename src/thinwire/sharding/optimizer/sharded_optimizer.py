@@ -183,12 +183,8 @@ class ShardedOptimizer(ShareOptimizer):
 
     def expect(self, parts: Sequence[UnitGradient], owned: Iterable[OwnedFragment]) -> None:
         """Expect parameters that were frozen, and are trained now: in a group that is added before they have gradients,
-        or else in the group that ``param_groups`` gave them, or one with the defaults.
-
-        Args:
-            parts: Gradients of their buffers.
-            owned: This rank's fragments of them.
-        """
+        or else in the group that ``param_groups`` gave them, or one with the defaults. Given are the gradients of their
+        buffers, and this rank's fragments of them."""
         self._expected |= {slot.name: (part, []) for part in parts for slot in part.layout.slots}
         for one in owned:
             self._expected[one.fragment.slot.name][1].append(one)
@@ -379,11 +375,8 @@ class ShardedOptimizer(ShareOptimizer):
         return state_of(self.owned, owned)
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
-        """Allocate missing state; returns the fragments that had none.
-
-        Args:
-            names: Names of the parameters that are known to be trained.
-        """
+        """Allocate missing state, also of the parameters with these names, which are known to be trained; returns the
+        fragments that had none."""
         self._take_expected(names & self._expected.keys())
         return make_state(self.owned)
 
@@ -413,12 +406,8 @@ class ShardedOptimizer(ShareOptimizer):
 
 
 def adjust(loss_scale: LossScale, reducers: Sequence[Reducer], *, finite: bool) -> None:
-    """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
-
-    Args:
-        loss_scale: Scale of all parts of a model.
-        reducers: Reducers of this rank's parts.
-        finite: Whether the gradient of the whole model was finite.
+    """End a step of the loss scale of all parts of a model, whose gradient was ``finite`` or not, and let the rounding
+    errors that error feedback keeps in this rank's reducers follow it.
 
     Raises:
         NonFiniteError: It was not, and the scale is already at its floor.

@@ -21,22 +21,14 @@ from thinwire.sharding.step.step_check import UsedGradients
 
 
 class ShareUpdate:
-    """The update of this rank's share, unit by unit where that is faster.
+    """The update of this rank's share, unit by unit where that is faster, and as the programs of the model say.
 
-    Args:
-        owned: The optimizer and its fragments.
-        reducer: Reducer of the model's gradients.
-        spreads: Takes the updated parameters.
-        programs: Programs of the model, which say what is updated and spread in which order.
-        used: Flags of the parameters that have gradients.
+    Attributes:
         by_unit: Whether units can be updated one by one; see
             :class:`~thinwire.sharding.optimizer.sharded_optimizer.ShardedOptimizer`.
         copies: Whether the optimizer gets gradients as copies in fp32, because they accumulate in another dtype. Copies
             take memory for as many units as are updated at once.
-
-    Attributes:
         fragments_of: This rank's fragments, by unit.
-        by_unit: See there.
     """
 
     def __init__(
@@ -52,7 +44,7 @@ class ShareUpdate:
     ) -> None:
         self.owned = owned
         self.reducer, self.spreads, self._programs, self.used = reducer, spreads, programs, used
-        self.by_unit, self._copies = by_unit, copies
+        self.by_unit, self.copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
         self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
@@ -84,16 +76,8 @@ class ShareUpdate:
         return None
 
     def in_batches(self, host: HostStates | HostUpdates, *, at_once: bool, spreads: bool) -> Set[int] | None:
-        """Update the share in batches of units, because something of the update is on the host.
-
-        Args:
-            host: What lives on the host.
-            at_once: Whether everything has to be updated in one call.
-            spreads: Whether updated units are spread at once.
-
-        Returns:
-            See :meth:`perform`.
-        """
+        """Update the share in batches of units, because something of the update is on the host, or all of it
+        ``at_once``; see :meth:`perform`. If it ``spreads``, updated units are spread at once."""
         self.reducer.join()
         batches, may_wait = self._programs.updates, spreads and self._may_wait
         if at_once or not self.by_unit:
@@ -111,7 +95,7 @@ class ShareUpdate:
     def _as_they_arrive(self) -> None:
         """Update units as soon as their gradients have arrived, while gradients of later units travel."""
         order, began = self._order(), False
-        for units in self.reducer.arrivals(order, apart=self._copies):
+        for units in self.reducer.arrivals(order, apart=self.copies):
             if len(units) == len(order):
                 self._at_once()
                 return
@@ -119,7 +103,7 @@ class ShareUpdate:
                 began = True
                 self.forget_gradients()
             self._update_units(units)
-        if not self._copies:
+        if not self.copies:
             self._give_gradients(self.owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _as_needed(self) -> None:
@@ -128,10 +112,10 @@ class ShareUpdate:
         self.reducer.join()
         self.forget_gradients()
         trained = self._order()
-        for units in self._programs.spreads or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+        for units in self._programs.spreads or ([(u,) for u in trained] if self.copies else [(*trained,)]):
             self._update_units(units)
             self.spreads.start_batch(units)
-        if not self._copies:
+        if not self.copies:
             self._give_gradients(self.owned.fragments)  # for whoever looks at the wrapped optimizer's parameters
 
     def _update_units(self, units: Sequence[int]) -> None:
@@ -167,7 +151,7 @@ class ShareUpdate:
 
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
-        is_used, all_used, copies = self.used.is_used, self.used.all_used, self._copies
+        is_used, all_used, copies = self.used.is_used, self.used.all_used, self.copies
         for owned in fragments:
             grad, value = owned.grad, owned.value
             if not all_used and not is_used(owned.unit, owned.slot):
@@ -182,12 +166,8 @@ class _Batches:
     :class:`~thinwire.sharding.grads.host_memory.UpdateSteps`.
 
     An update that may wait ends later. What may change until then is therefore taken now: which parameters have
-    gradients, and the options of the optimizer.
-
-    Args:
-        share: What is updated.
-        together: Units that travel together; ``None`` if nothing is spread now.
-        may_wait: Whether an update may end after the optimizer's step.
+    gradients, and the options of the optimizer. Given are the units that travel together; ``None`` if nothing is spread
+    now.
     """
 
     def __init__(self, share: ShareUpdate, together: Sequence[tuple[int, ...]] | None, *, may_wait: bool) -> None:
