@@ -81,11 +81,6 @@ class ModelParameter(LiveParameter):
     def overflowed(self) -> None:
         """Nothing depends on it."""
 
-    def norms(self, order: float) -> torch.Tensor | None:
-        """No exchange for many values."""
-        del order
-        return None
-
     def compute(self, share: ShareTensor, dtypes: set[torch.dtype]) -> torch.Tensor:
         """The whole parameter, for an operation that needs it. Collective.
 
@@ -215,9 +210,6 @@ class _LiveGradient(Live):
 
     def is_own(self, share: ShareTensor) -> bool:
         return share is self._parameter.held_gradient
-
-    def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
-        """A gradient keeps its memory."""
 
     def before_write(self) -> None:
         self._parameter.gradient_piece()
