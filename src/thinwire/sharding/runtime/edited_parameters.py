@@ -23,6 +23,7 @@ class Written:
         self._sharded, self._shares = sharded, shares
         computing = (p for unit in sharded.units for buffer in unit.buffers for p in buffer.parameters)
         self._versions = {id(p): p._version for p in computing}
+        self._owned = {owned.fragment.slot.name: owned for owned in sharded.fragments}
 
     def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.
@@ -59,29 +60,11 @@ class Written:
         if not counted and not unit.sharded:
             return None
         piece = share.spec.cut(compute.detach())
-        original = self._original(share, unit)
-        if original.data_ptr() == piece.data_ptr():
-            changed = torch.full(
-                (piece.numel(),), counted, device=piece.device
-            )  # the piece is the master, which has no other copy
+        # What ranks compute with; a codec may have left something else there than the masters.
+        owned = self._owned.get(share.spec.name) if unit.sharded else None
+        original = (share.piece.detach() if owned is None else owned.held).to(piece)
+        if original.data_ptr() == piece.data_ptr():  # the piece is the master, which has no other copy
+            changed = torch.full_like(piece, counted, dtype=torch.bool)
         else:
             changed = (piece != original) & ~(piece.isnan() & original.isnan())
         return changed if counted or bool(changed.any()) else None
-
-    def _original(self, share: ShardedParameter, unit: Unit) -> torch.Tensor:
-        """This rank's piece in compute dtype, as it was before any write to the gathered parameter."""
-        if not unit.sharded:
-            return share.piece.detach().to(share.live.compute_tensor.dtype)
-        if not share.spec.length:
-            return share.live.compute_tensor.detach().reshape(-1)[:0]
-        pieces = (
-            (buffer, offset, run)
-            for buffer in unit.buffers
-            for slot, offset, run in buffer.layout.pieces(self._sharded.shard)
-            if slot.name == share.spec.name
-        )
-        buffer, offset, run = next(pieces)
-        if buffer.stored is not None:
-            return share.piece
-        begin = run.start + share.spec.offset - offset
-        return buffer.shard[begin : begin + share.spec.length].to(share.live.compute_tensor.device)
