@@ -51,13 +51,7 @@ class Announced(NamedTuple):
 
 
 class Announcements:
-    """What all islands are about to exchange: messages match by their sizes alone, and fragments may have equal ones.
-
-    Args:
-        group: Ranks of the same position in all islands.
-        own: What this island is about to exchange.
-        device: Device of the exchange.
-    """
+    """What all islands are about to exchange: messages match by their sizes alone, and fragments may have equal ones."""
 
     def __init__(self, group: AxisGroup, own: Announced, device: torch.device) -> None:
         self._index, self._across = group.index, group.hops[Stage.GATHER_ACROSS]
@@ -114,11 +108,8 @@ class Pending:
 
 
 class Exchanges:
-    """The exchanges of one model with those of other islands.
-
-    Args:
-        sharded: The model.
-        group: Ranks that hold this rank's shares in the other islands.
+    """The exchanges of one model with those of other islands, with the ``group`` of ranks that hold this rank's shares
+    there.
 
     Attributes:
         share: Share of training that is done; ``None`` before it is known, for plans whose ``every`` changes.

@@ -34,15 +34,7 @@ _PAUSE = 0.2
 
 
 class OtherIslands:
-    """A rank's part in the islands. All ranks of an island make one together, and call its methods together.
-
-    Args:
-        plan: The plan, with elastic islands.
-        island: Number of this island.
-        lighthouse: ``HOST:PORT`` of the lighthouse.
-        ranks: All ranks of this island.
-        device: Device of the model.
-        meter: Counts the bytes.
+    """A rank's part in the islands. All ``ranks`` of an island make one together, and call its methods together.
 
     Attributes:
         own: What this island says of itself, but for what changes from question to question.

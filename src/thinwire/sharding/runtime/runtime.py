@@ -60,9 +60,6 @@ from thinwire.units import is_number
 class Runtime:
     """Everything that one model needs while it trains.
 
-    Args:
-        sharded: The model, in units.
-
     Attributes:
         sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
         exchanges: Exchanges with other islands; ``None`` without islands.
