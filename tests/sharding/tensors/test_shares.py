@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import build, plan, raised, samples
+from tests.support.training.edge import build, gathered, plan, raised, samples, spread_evenly
 from tests.support.training.models import Stack
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
@@ -25,7 +25,6 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.spec import boxes
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -53,10 +52,6 @@ class Learned(Stack):
         return super().forward(x * self.scale).square().mean()
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor().detach() if isinstance(value, ShareTensor) else value.detach()
-
-
 class Pair:
     """A sharded model and the same model unsharded, trained on the same data."""
 
@@ -78,20 +73,22 @@ class Pair:
 
     def check(self, what: str, tolerance: float = 1e-5) -> None:
         for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
-            assert torch.allclose(whole(mine), theirs, rtol=1e-5, atol=tolerance), f"{what} under {self.label}: {name}"
+            assert torch.allclose(gathered(mine), theirs, 1e-5, tolerance), (
+                f"{what} under {self.label}: {name}"
+            )
 
     def check_gradients(self, what: str, tolerance: float = 1e-6) -> None:
         for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), f"{what} under {self.label}: {name}"
             if mine.grad is not None:
-                assert torch.allclose(whole(mine.grad), theirs.grad, rtol=1e-4, atol=tolerance), (
+                assert torch.allclose(gathered(mine.grad), theirs.grad, rtol=1e-4, atol=tolerance), (
                     f"{what} under {self.label}: gradient of {name}"
                 )
 
 
 def same(value: Any, expected: Any, what: str) -> None:
     value, expected = torch.as_tensor(value).detach(), torch.as_tensor(expected).detach()
-    value = whole(value)
+    value = gathered(value)
     assert value.shape == expected.shape, what
     assert value.dtype == expected.dtype, what
     assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6), what
@@ -184,7 +181,7 @@ def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
             optim.zero_grad()
             reference.zero_grad()
         for kept, plain in zip(averages, expected, strict=True):
-            assert torch.allclose(whole(kept), plain, atol=1e-6), name
+            assert torch.allclose(gathered(kept), plain, atol=1e-6), name
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -298,11 +295,11 @@ def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> Non
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
             with torch.no_grad():
-                before = [whole(mine).clone() for mine, _ in pair.parameters()]
+                before = [gathered(mine).clone() for mine, _ in pair.parameters()]
                 with tw.full_parameters(pair.model, write=True):
                     pair.model.first.weight[1, 2] = 7.0
             for parameter_name, (mine, _), old in zip(pair.names, pair.parameters(), before, strict=True):
-                changed = (whole(mine) != old).nonzero().tolist()
+                changed = (gathered(mine) != old).nonzero().tolist()
                 assert changed == ([[1, 2]] if parameter_name == "first.weight" else []), f"{parameter_name}, {name}"
             if name not in ("ddp",) or dtype == "bfloat16":
 
@@ -316,7 +313,10 @@ def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> Non
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
-def check_gradients(plans: tuple[str, ...]) -> None:
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
     for name in plans:
         pair = Pair(name)
         assert all(mine.grad is None for mine, _ in pair.parameters())
@@ -347,12 +347,6 @@ def check_gradients(plans: tuple[str, ...]) -> None:
             pair.check_gradients("edited")
             for model in (pair.model, pair.one):
                 model.zero_grad()
-
-
-@pytest.mark.slow
-@BOTH
-def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_gradients, plans)
 
 
 @BOTH
@@ -698,10 +692,7 @@ def test_boxes_cover_a_piece_exactly(shape: tuple[int, ...]) -> None:
 @on_ranks(4)
 def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
     """Norm by torch's clipping, over ranks and alone, of a model whose units have one parameter each."""
-    alone = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+    alone = spread_evenly(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))))
     plan = tw.Plan.preset(preset, nodes=2, local=2, partition="inter", bucket_bytes=1, compute_dtype="float32")
     model = tw.shard(copy.deepcopy(alone), plan, units=["0", "1"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -726,17 +717,14 @@ def test_gradients_that_were_dropped_keep_their_values(preset: str) -> None:
         alias = first.grad.detach()
         drop()
         model(x).abs().mean().backward()
-        seen = [*map(whole, held), whole(alias), held[0].norm(), *(whole(p.grad) for p in model.parameters())]
+        seen = [*map(gathered, held), gathered(alias), held[0].norm(), *(gathered(p.grad) for p in model.parameters())]
         first.grad = None
         first.grad = held[0]
         for parameter in list(model.parameters())[1:]:
             parameter.grad = None
-        return [*seen, whole(first.grad)]
+        return [*seen, gathered(first.grad)]
 
-    alone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    alone = spread_evenly(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     model = tw.shard(copy.deepcopy(alone), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
     drops = model.zero_grad, tw.optimizer(model, torch.optim.SGD, lr=0.1).zero_grad
     expected = outcome(alone, alone.zero_grad)

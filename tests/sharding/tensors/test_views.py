@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.behaviours.models import Stack
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import raised
+from tests.support.training.edge import gathered, raised
 from torch import nn
 from torch.nn import init
 
@@ -36,10 +36,6 @@ def build() -> Model:
 def shard(preset: str, dtype: str = "float32") -> Model:
     sharded: Model = tw.shard(build(), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype=dtype))
     return sharded
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, ShareTensor) else value).detach()
 
 
 def own_initialisation(model: Model) -> None:
@@ -94,7 +90,7 @@ def test_writes_to_views_reach_the_parameter(preset: str) -> None:
         write(model)
         write(alone)
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert torch.equal(whole(mine), theirs.detach()), write.__name__
+            assert torch.equal(gathered(mine), theirs.detach()), write.__name__
 
 
 @on_ranks(2)
@@ -105,7 +101,7 @@ def test_writes_to_views_reach_the_gradient() -> None:
         each[1].weight.grad[:2].zero_()
         each[2].weight.grad.view(-1)[3:5] *= 2
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(whole(mine.grad), theirs.grad)
+        assert torch.allclose(gathered(mine.grad), theirs.grad)
 
 
 @on_ranks(2)
@@ -126,7 +122,7 @@ def test_views_read_as_plain_tensors() -> None:
     row = nn.Parameter(view)
     (3 * row).sum().backward()
     torch.optim.SGD([row], lr=0.5).step()
-    assert torch.allclose(whole(model[1].weight)[0], plain - 1.5)
+    assert torch.allclose(gathered(model[1].weight)[0], plain - 1.5)
 
 
 @pytest.mark.slow
@@ -134,7 +130,7 @@ def test_views_read_as_plain_tensors() -> None:
 def test_compiled_functions_take_views() -> None:
     model = shard("zero3")
     double = torch.compile(lambda matrix: matrix @ matrix.T + 1, backend="eager", fullgraph=True)
-    weight = whole(model[1].weight)
+    weight = gathered(model[1].weight)
     assert torch.equal(double(model[1].weight.data.view(2, 8)), weight.view(2, 8) @ weight.view(2, 8).T + 1)
 
 

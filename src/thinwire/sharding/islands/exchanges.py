@@ -51,7 +51,7 @@ class Announced(NamedTuple):
 
 
 class Announcements:
-    """What all islands are about to exchange: messages match by their sizes alone, and fragments may have equal ones."""
+    """What all islands are about to exchange: messages match by size alone, and fragments may have equal ones."""
 
     def __init__(self, group: AxisGroup, own: Announced, device: torch.device) -> None:
         self._index, self._across = group.index, group.hops[Stage.GATHER_ACROSS]
