@@ -1,21 +1,11 @@
 """Runs the steps of one sharded model, from the first forward to the updated parameters.
 
-[Note: the nouns of the runtime]
+docs/concepts.md defines the nouns. Three are the runtime's own:
 
-- *Unit*: parameters that are gathered, freed and reduced together, for example those of one transformer block.
-- *Flat buffer*: parameters of a unit with the same dtype that agree in whether they are trained and encoded. They lie
-  end to end in one 1-D tensor, padded so that every factor of the plan divides it.
-- *Shard*: the contiguous part of a flat buffer that a rank holds between steps (the P shard). Gathering a unit restores
-  the whole buffers on every rank.
 - *Share*: the part of a P shard whose fp32 values (*masters*) and optimizer states a rank owns and updates. It is
-  *spread* to the other ranks that hold the same P shard.
-- *Replica*: a rank that owns the same share as another rank. Replicas *sync*: they add up their gradients.
-- *Secondary shard*: a copy of a gathered buffer, cut among the ranks of a node, from which backward gathers again
-  without crossing nodes (hpZ).
-- *Trace*: the order in which units ran in a micro-batch, as reported by hooks.
-- *Program*: the collectives that the plan prescribes for a trace, and the events at which they start, computation waits
-  for them, and units are freed. See :mod:`thinwire.program`.
-- *Lane*: an in-order queue of collectives that run in parallel with computation.
+  *spread* to the other ranks that hold the same P shard. Ranks that own the same share are *replicas*.
+- *Trace*: the order in which units ran in a micro-batch, as reported by hooks. The *program* is what the plan says for
+  it; see :mod:`thinwire.program`.
 - *Ticket*: a collective that was submitted to a lane. Computation waits for it when it needs the result.
 
 A runtime is a handful of objects with one responsibility each. Hooks report events to :class:`Passes`.
