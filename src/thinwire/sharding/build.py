@@ -48,7 +48,7 @@ from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter
-from thinwire.sharding.runtime.runtime import Runtime, attach
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.unfreezing import unfreeze, widen
 from thinwire.spec import Plan
@@ -274,7 +274,7 @@ def _units(
 def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
-    attach(sharded.model, runtime)
+    object.__setattr__(sharded.model, RUNTIME, runtime)
     if (masters := runtime.masters) is not None:
         masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
     undo = hooks.install(runtime)
