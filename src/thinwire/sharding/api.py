@@ -78,7 +78,7 @@ def shard(
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
     Call this on every rank that trains the model, before you make the optimizer. From then on, ``model.parameters()``
-    returns this rank's shares of the fp32 masters (:class:`~thinwire.sharding.tensors.parameter.ShardedParameter`): you
+    returns this rank's shares of the fp32 masters (:class:`~thinwire.sharding.runtime.parameter.ShardedParameter`): you
     can read them, write to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward,
     modules see whole tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If
     ``torch.distributed`` is not initialised yet, this joins the job described by torchrun's environment.

@@ -17,7 +17,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -18,10 +18,10 @@ from thinwire.errors import UsageError
 from thinwire.sharding.optimizer.making import refuse_class
 from thinwire.sharding.optimizer.probes import has_modes, options_tell_all, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.sharding.tensors.parameter import ShardedParameter
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import NUMBERS, cut_states, stand_in
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.runtime import runtime_of
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

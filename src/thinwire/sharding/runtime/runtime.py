@@ -37,6 +37,7 @@ from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.write_audit import WriteAudit
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients
 from thinwire.sharding.step.param_broadcast import Spreads
@@ -45,7 +46,6 @@ from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.units import is_number
 
 _NAMES: Final[Typed[set[str]]] = Typed(set[str])

@@ -20,11 +20,10 @@ from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
-from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.tensors.holders import Holders
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.spec import ShareSpec
 
 _MANAGED = "_thinwire_share"
