@@ -289,13 +289,8 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
 
 
 def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[UnitInfo, ...]:
-    """Describe a model's units under a plan for the program, without allocating memory.
-
-    Args:
-        modules: Units from :func:`~thinwire.sharding.modules.discover.discover`.
-        plan: The plan.
-        rank: Position in the mesh of the rank with the shares to count.
-    """
+    """Describe a model's units under a plan for the program, without allocating memory; ``rank`` is the position in the
+    mesh of the rank with the shares to count."""
     flats = draw(modules, plan, rank)
     return tuple(
         _info(unit, plan, [flat for flat in flats if flat.unit == number]) for number, unit in enumerate(modules)

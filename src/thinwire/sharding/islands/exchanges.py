@@ -176,11 +176,8 @@ class Exchanges:
             pending.wait()
 
     def resume(self, pending: dict[int, int]) -> None:
-        """Go on with exchanges that a checkpoint was saved in the middle of: their outer steps are made.
-
-        Args:
-            pending: Updates after which each is due, by fragment.
-        """
+        """Go on with exchanges that a checkpoint was saved in the middle of, by the updates after which each fragment's
+        is due: their outer steps are made."""
         self.pending = {fragment: Pending(due, []) for fragment, due in pending.items()}
         for fragment, exchange in self.pending.items():
             for state in self.parts[fragment]:

@@ -75,12 +75,7 @@ class OtherIslands:
         return self._server.address
 
     def meet(self, own: Participant, expected: Expected, deadline: float) -> Quorum:
-        """Wait for the others at the end of an exchange's steps, or to enter.
-
-        Args:
-            own: What this island says of itself now.
-            expected: When the others are expected.
-            deadline: Moment of ``time.monotonic()`` at which it gives up.
+        """Wait for the others at the end of an exchange's steps, or to enter; see :meth:`Lighthouse.meet`.
 
         Raises:
             CollectiveError: On every rank, if the lighthouse does not answer, or too few islands are there until then.
