@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import build, raised, samples
+from tests.support.training.edge import build, held, raised, samples
 from tests.support.training.models import Stack
 from torch import nn
 
@@ -36,12 +36,6 @@ def train(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
     return losses
 
 
-def pieces(model: nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of a model: shards and masters."""
-    held = [(buffer.shard, buffer.master) for unit in runtime(model).units for buffer in unit.buffers]
-    return [value.clone() for pair in held for value in pair if value is not None]
-
-
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -61,13 +55,13 @@ def test_a_copy_has_the_bits_of_every_rank(preset: str, options: dict[str, Any])
     train(model, rank)
     twin = copy.deepcopy(model)
     assert [unit.name for unit in runtime(twin).units] == [unit.name for unit in runtime(model).units]
-    assert all(map(torch.equal, pieces(twin), pieces(model)))
+    assert all(map(torch.equal, held(twin), held(model)))
     with torch.no_grad():
         assert torch.equal(twin(data(7, rank)), model(data(7, rank)))
-    before = pieces(model)
+    before = held(model)
     assert train(twin, rank)[0] == float(model(data(0, rank)).square().mean().detach())
-    assert all(map(torch.equal, before, pieces(model)))
-    assert not all(map(torch.equal, pieces(twin), pieces(model)))
+    assert all(map(torch.equal, before, held(model)))
+    assert not all(map(torch.equal, held(twin), held(model)))
 
 
 class Scaled(Stack):

@@ -90,3 +90,22 @@ def gather_hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[
         (group.local, Move(Stage.GATHER_INSIDE, inside)),
     ]
     return Moves(move for ranks, move in moves if ranks > 1)
+
+
+def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
+    """All-gather a row of each rank.
+
+    Args:
+        group: The ranks.
+        row: This rank's row, ``[k]``, on the host or on the group's device. All rows have one size and dtype.
+
+    Returns:
+        The rows, ``[ranks, k]``, in the order of the group.
+    """
+    if group.size == 1:
+        return row.reshape(1, -1)
+    table = allocate(group.size * row.numel(), row.dtype, row.device)
+    rows = table.view(group.size, -1)
+    rows[group.index].copy_(row)
+    all_gather(group, table).perform()
+    return rows

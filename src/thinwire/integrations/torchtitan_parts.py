@@ -55,7 +55,7 @@ class StepsOfShares:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""
         trainer: Any = super()
         model = self.model_parts[0]
-        number = runtime_of(model).backwards
+        number = runtime_of(model).schedule.backwards
         begin_micro_batch(model, last=number == self.gradient_accumulation_steps - 1)
         loss: torch.Tensor = trainer.forward_backward_step(**batch)
         return loss

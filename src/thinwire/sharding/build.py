@@ -48,7 +48,7 @@ from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter
-from thinwire.sharding.runtime.runtime import Runtime, attach
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.unfreezing import unfreeze, widen
 from thinwire.spec import Plan
@@ -274,7 +274,7 @@ def _units(
 def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     """Attach a runtime to the model and hook its modules."""
     runtime = Runtime(sharded)
-    attach(sharded.model, runtime)
+    object.__setattr__(sharded.model, RUNTIME, runtime)
     if (masters := runtime.masters) is not None:
         masters.unfreeze, masters.widen = partial(unfreeze, runtime), partial(widen, runtime)
     undo = hooks.install(runtime)
@@ -289,13 +289,8 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
 
 
 def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[UnitInfo, ...]:
-    """Describe a model's units under a plan for the program, without allocating memory.
-
-    Args:
-        modules: Units from :func:`~thinwire.sharding.modules.discover.discover`.
-        plan: The plan.
-        rank: Position in the mesh of the rank with the shares to count.
-    """
+    """Describe a model's units under a plan for the program, without allocating memory; ``rank`` is the position in the
+    mesh of the rank with the shares to count."""
     flats = draw(modules, plan, rank)
     return tuple(
         _info(unit, plan, [flat for flat in flats if flat.unit == number]) for number, unit in enumerate(modules)

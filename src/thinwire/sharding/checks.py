@@ -25,7 +25,7 @@ from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper, keep_layouts, open_wrapper
 from thinwire.sharding.params.plan_codecs import codec_problems
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.spec import Plan
 from thinwire.spec.cut import stage_problems
 from thinwire.units import format_bytes

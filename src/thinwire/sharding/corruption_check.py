@@ -68,11 +68,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
 
 
 def compare(sums: Sequence[Sums], ranks: Sequence[int]) -> tuple[list[Disagreement], int]:
-    """Compare the sums of all ranks.
-
-    Args:
-        sums: By position.
-        ranks: Global rank at each position.
+    """Compare the sums of ranks with these global numbers.
 
     Returns:
         What differs, the kinds in the order in which an error spreads; and the number of things with a replica.

@@ -15,7 +15,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import Selection
 from thinwire.sharding.params.flat_buffer import set_local
-from thinwire.sharding.runtime.runtime import Runtime, detach, plan_of, runtime_of
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime, runtime_of
 from thinwire.sharding.runtime.sharded_parameters import forget_share
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 from thinwire.spec.renames import TUNED
@@ -42,13 +42,13 @@ def join_parts(
         UsageError: The model itself is sharded, or a part has a plan that is no exception of the model's, or an
             optimizer.
     """
-    if hasattr(model, "_thinwire_runtime"):
+    if hasattr(model, RUNTIME):
         raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
     exceptions: list[UnitOverride] = []
     for name, module in model.named_modules():
-        if hasattr(module, "_thinwire_runtime"):
+        if hasattr(module, RUNTIME):
             _check(name, module, members)
-            exceptions += _exceptions(name, plan_of(module), plan)
+            exceptions += _exceptions(name, runtime_of(module).plan, plan)
             _dissolve(runtime_of(module))
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
@@ -86,9 +86,8 @@ def _dissolve(runtime: Runtime) -> None:
             for slot, parameter in buffer.named:
                 set_local([parameter], [wholes[slot.name]])
                 forget_share(parameter)
-    sharded = runtime.sharded
-    sharded.lanes.close()
-    detach(sharded.model)
+    runtime.lanes.close()
+    object.__delattr__(runtime.model, RUNTIME)
 
 
 def _exceptions(name: str, part: Plan, plan: Plan) -> list[UnitOverride]:

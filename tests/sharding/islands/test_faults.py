@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -163,42 +164,37 @@ def signs_of_life() -> int:
     return sum(thread.name in ("thinwire-heartbeat", "thinwire-state") for thread in threading.enumerate())
 
 
-def test_an_island_gives_signs_of_life_once_and_only_while_it_is_there(
-    tmp_path: Path,
-) -> None:
-    """Others would wait for one that has entered again, was dropped, has failed to enter, or has left its job."""
-    with sea(tmp_path, plan_of()) as islands:
-        come_and_go(islands.lighthouse)
-
-
-def come_and_go(lighthouse: str) -> None:
-
-    def begin(**islands: Any) -> torch.nn.Module:
-        return tw.shard(torch.nn.Linear(8, 8), plan_of(**islands))
-
-    model, lonely = begin(), begin(minimum=2, patience=1.0)
-    for _ in range(2):
-        tw.enter_islands(model, None, island=0, lighthouse=lighthouse)
-        assert signs_of_life() == 2
-    del model
-    gc.collect()
-    wait_until_silent()
-    with pytest.raises(CollectiveError, match="island 0"):
-        tw.enter_islands(lonely, None, island=0, lighthouse=lighthouse)
-    wait_until_silent()
-    model = begin()
-    tw.enter_islands(model, None, island=0, lighthouse=lighthouse)
-    torch.distributed.destroy_process_group()
-    wait_until_silent()
-    with pytest.raises(UsageError, match="enter_islands"):
-        tw.join_islands(model)
-
-
 def wait_until_silent() -> None:
     deadline = time.monotonic() + BOUND
     while signs_of_life():
         assert time.monotonic() < deadline, "an island that is gone gives signs of life"
         time.sleep(0.02)
+
+
+def begun(**islands: Any) -> torch.nn.Module:
+    return tw.shard(torch.nn.Linear(8, 8), plan_of(**islands))
+
+
+def test_an_island_gives_signs_of_life_once_and_only_while_it_is_there(tmp_path: Path) -> None:
+    """Others would wait for one that has entered again, was dropped, has failed to enter, or has left its job."""
+    with sea(tmp_path, plan_of()) as islands:
+        enter = partial(tw.enter_islands, optim=None, island=0, lighthouse=islands.lighthouse)
+        model, lonely = begun(), begun(minimum=2, patience=1.0)
+        for _ in range(2):
+            enter(model)
+            assert signs_of_life() == 2
+        del model
+        gc.collect()
+        wait_until_silent()
+        with pytest.raises(CollectiveError, match="island 0"):
+            enter(lonely)
+        wait_until_silent()
+        model = begun()
+        enter(model)
+        torch.distributed.destroy_process_group()
+        wait_until_silent()
+        with pytest.raises(UsageError, match="enter_islands"):
+            tw.join_islands(model)
 
 
 @pytest.mark.parametrize(

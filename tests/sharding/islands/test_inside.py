@@ -1,5 +1,5 @@
-"""What else a job may do, inside islands: tensor and pipeline parallelism, torch's own optimizers, saves in the
-background, and lanes on streams."""
+"""What else a job may do, inside islands: Hugging Face models, tensor and pipeline parallelism, torch's own optimizers,
+saves in the background, and lanes on streams."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support.ranks import on_ranks
-from tests.support.training import grids
-from tests.support.training.edge import whole
+from tests.support.training import grids, hf
+from tests.support.training.edge import TOLERANCE, gap, whole
 from tests.support.training.islands import go_on, plan_of, start
 from tests.support.training.parity import build
 
@@ -114,6 +115,32 @@ def test_an_island_that_cuts_its_model_resumes_bitwise(grid: tuple[int, int, int
     model.load(optimizer, tmp_path / "saved")
     got = on(model, optimizer, steps)
     assert all(torch.equal(value, got[name]) for name, value in wanted.items())
+
+
+# -- Hugging Face models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "preset", "adapted"), [("llama-tied", "zero1", False), ("llama", "zero3", True)])
+@on_ranks(4)
+def test_whole_models_and_adapters(kind: str, preset: str, adapted: bool) -> None:
+    """With adapters, the other weights are frozen."""
+    plan = plan_of(preset, local=2, islands=MEANS)
+    rank, reference = dist.get_rank(), hf.prepare(kind, adapted=adapted, reentrant=None)
+    model = tw.shard(hf.prepare(kind, adapted=adapted, reentrant=None), plan)
+    assert all(p.requires_grad for p in reference.parameters()) is not adapted
+    optim = tw.optimizer(model, torch.optim.SGD, lr=LR)
+    plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=LR)
+    for step in range(3):
+        parts = hf.batches(step, plan.data_ranks)
+        model(input_ids=parts[rank], labels=parts[rank]).loss.backward()
+        optim.step()
+        optim.zero_grad()
+        for part in parts:
+            (reference(input_ids=part, labels=part).loss / len(parts)).backward()
+        plain.step()
+        plain.zero_grad()
+    assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
 
 
 # -- torch's own optimizers ------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ import thinwire as tw
 from thinwire.errors import SpecError
 from thinwire.program import Lane, Phase, default_trace
 from thinwire.sharding.api import runtime
-from thinwire.testing import run_ranks
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 
@@ -242,14 +241,11 @@ def reductions_before_products(first: bool) -> list[tuple[int, int]]:
     ]
 
 
-def test_a_layers_reduction_starts_before_its_input_gradient() -> None:
-    for counts in run_ranks(4, reductions_before_products, True):
-        assert counts == [(2, 1), (1, 2)]
-
-
-def test_torchs_own_backward_starts_it_after() -> None:
-    for counts in run_ranks(4, reductions_before_products, False):
-        assert counts == [(2, 0), (1, 1)]
+@pytest.mark.parametrize(("first", "counts"), [(True, [(2, 1), (1, 2)]), (False, [(2, 0), (1, 1)])])
+@on_ranks(4)
+def test_a_layers_reduction_starts_before_its_input_gradient(first: bool, counts: list[tuple[int, int]]) -> None:
+    """In torch's own backward, after it."""
+    assert reductions_before_products(first) == counts
 
 
 @pytest.mark.slow
@@ -298,17 +294,15 @@ class Convolutions(nn.Module):
         self.layers = nn.ModuleList([nn.Conv1d(4, 4, 1) for _ in range(2)])
 
 
-def refused(granularity: str) -> str:
-    return raised(SpecError, tw.shard, Convolutions(), plan("zero3", **{**FIRST, "granularity": granularity}))
-
-
 @pytest.mark.parametrize("granularity", ["module", "block"])
+@on_ranks(4)
 def test_a_model_without_linear_layers_of_their_own_is_refused(granularity: str) -> None:
-    for message in run_ranks(4, refused, granularity):
-        assert "overlap.input_gradient = true" in message
-        assert "Convolutions" in message
-        assert f"granularity = {granularity!r}" in message
-        assert ("set granularity = 'module'" in message) == (granularity == "block")
+    made = plan("zero3", **{**FIRST, "granularity": granularity})
+    message = raised(SpecError, tw.shard, Convolutions(), made)
+    assert "overlap.input_gradient = true" in message
+    assert "Convolutions" in message
+    assert f"granularity = {granularity!r}" in message
+    assert ("set granularity = 'module'" in message) == (granularity == "block")
 
 
 def test_tensor_parallel_ranks_are_refused() -> None:

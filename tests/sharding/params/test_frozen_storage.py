@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_ranks
+from tests.support.training.quantized import rounded
 from torch import nn
 
 import thinwire as tw
-from thinwire import codecs
 from thinwire.cost.memory.peak import Memory, memory
 from thinwire.cost.memory.states import frozen_bytes
 from thinwire.errors import CheckpointError, SpecError
@@ -22,7 +22,7 @@ from thinwire.program import host_bytes
 from thinwire.sharding.api import runtime
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.sharding.checkpointing.stored_parameters import frozen
-from thinwire.spec import CodecSpec, ModelSpec, Plan
+from thinwire.spec import ModelSpec, Plan
 from thinwire.testing import run_ranks
 from thinwire.weights.owned import snapshot
 
@@ -73,20 +73,6 @@ class Model(nn.Module):
 def build() -> Model:
     torch.default_generator.manual_seed(0)
     return Model()
-
-
-def rounded(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model with the values that a codec of whole blocks leaves of its frozen matrices."""
-    spec = CodecSpec(codec)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.dim() > 1:
-                flat = parameter.to(dtype).flatten()
-                blocks = nn.functional.pad(flat, (0, -len(flat) % spec.block))
-                wire = codecs.get(spec).encode(blocks)
-                values = codecs.get(spec).decode(wire, blocks.numel(), dtype)
-                parameter.copy_(values[: len(flat)].view_as(parameter))
-    return model
 
 
 def plan(name: str, codec: str = INT8, **changes: Any) -> Plan:

@@ -13,19 +13,20 @@ from tests.support.training import grids
 from tests.support.training.hf import assert_adapters_train_alike
 from tests.support.training.hf import build as build_model
 from tests.support.training.program import Model, freeze, train_step
+from tests.support.training.quantized import rounded
 from torch import nn
 
 import thinwire as tw
-from thinwire import codecs
 from thinwire.errors import CheckpointError
 from thinwire.sharding.api import runtime
-from thinwire.spec import CodecSpec, Plan
+from thinwire.spec import Plan
 from thinwire.testing.streams import check_streams
 from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
-STORED = {"frozen": {"storage": "int8:256"}}
+CODEC = "int8:256"
+STORED = {"frozen": {"storage": CODEC}}
 
 
 def adapted() -> nn.Module:
@@ -41,22 +42,12 @@ def adapted() -> nn.Module:
     return model.train()
 
 
-def rounded(model: nn.Module) -> nn.Module:
-    codec = codecs.get(CodecSpec("int8:256"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.requires_grad and parameter.dim() > 1:
-                wire = codec.encode(parameter)
-                parameter.copy_(codec.decode(wire, parameter.numel(), parameter.dtype).view_as(parameter))
-    return model
-
-
 @on_ranks(4)
 def test_adapters_train_as_in_one_process() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("zero3", "zero1", "hpz"):
-            reference = rounded(adapted())
+            reference = rounded(adapted(), CODEC)
             plan = Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **STORED)
             model = tw.shard(adapted(), plan)
             optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -101,12 +92,12 @@ def test_tensor_parallel_ranks_keep_their_slices(tmp_path: Path) -> None:
 def test_islands_exchange_what_is_trained() -> None:
     """Islands exchange trained parameters, and hold the same frozen ones."""
     found = []
-    for storage in ("none", "int8:256"):
+    for storage in ("none", CODEC):
         fields = {"compute_dtype": "float32", "frozen": {"storage": storage}}
         plan = Plan.preset("islands", nodes=2, local=2, group="2x1", **fields)
         torch.default_generator.manual_seed(0)
         model = freeze(Model())
-        model = tw.shard(rounded(model) if storage == "none" else model, plan)
+        model = tw.shard(rounded(model, CODEC) if storage == "none" else model, plan)
         optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
         torch.default_generator.manual_seed(dist.get_rank())
         for _ in range(plan.islands.every + 1):

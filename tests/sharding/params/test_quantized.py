@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,16 @@ from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks
 
-every_kind = pytest.mark.parametrize(
-    "kind", [kind if kind == "own" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+LIBRARIES = {"int8": "torchao", "nf4": "torchao", "bnb": "bitsandbytes", "bnb-bf16": "bitsandbytes"}
 
 
-def needs(kind: str) -> None:
-    pytest.importorskip("peft")
-    if kind in ("int8", "nf4"):
-        pytest.importorskip("torchao")
-    elif kind != "own":
-        pytest.importorskip("bitsandbytes")
+def of_library(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(name) is None, reason=f"needs {name}")
+
+
+def of_kinds(*kinds: str) -> pytest.MarkDecorator:
+    others = {kind: [pytest.mark.slow, of_library(LIBRARIES[kind])] for kind in kinds if kind != "own"}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=others.get(kind, ())) for kind in kinds])
 
 
 def plan_of(name: str, **keys: Any) -> Plan:
@@ -83,7 +83,9 @@ class Sealed(Coded):
         super().__setattr__(name, value)
 
 
-def check_training(kind: str) -> None:
+@of_kinds(*KINDS)
+@on_ranks(4, timeout=200)
+def test_adapters_train_as_in_one_process(kind: str) -> None:
     warnings.simplefilter("ignore")
     for name in ("zero3", "zero1", "hpz"):
         reference, model = adapted(kind), adapted(kind)
@@ -107,13 +109,8 @@ def check_training(kind: str) -> None:
             assert torch.equal(twin(input_ids=ids).logits, reference(input_ids=ids).logits), name
 
 
-@every_kind
-def test_adapters_train_as_in_one_process(kind: str) -> None:
-    needs(kind)
-    run_ranks(4, check_training, kind, timeout=200)
-
-
-def check_bytes() -> None:
+@on_ranks(4)
+def test_each_rank_holds_its_part() -> None:
     """Under bf16, what is quantized keeps its bits and dtypes, and each rank holds a fourth of its bytes."""
     whole = sum(value.numel() for name, value in plain_tensors(adapted("own").state_dict()).items() if "codes" in name)
     model = tw.shard(adapted("own"), plan_of("zero3", compute_dtype="bfloat16"))
@@ -129,12 +126,8 @@ def check_bytes() -> None:
     )
 
 
-def test_each_rank_holds_its_part() -> None:
-    pytest.importorskip("peft")
-    run_ranks(4, check_bytes)
-
-
-def check_uses(folder: str) -> None:
+@on_ranks(4, timeout=200)
+def test_what_else_a_model_does() -> None:
     """What a sharded model can do besides training it can do with wrappers as well."""
     warnings.simplefilter("ignore")
     reference, model = adapted("own"), tw.shard(adapted("own"), plan_of("zero3"))
@@ -161,12 +154,9 @@ def check_uses(folder: str) -> None:
     assert step_of(model, own, 0) < before
 
 
-def test_what_else_a_model_does(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_ranks(4, check_uses, str(tmp_path), timeout=200)
-
-
-def check_parts() -> None:
+@pytest.mark.slow
+@on_ranks(4)
+def test_blocks_are_sharded_first() -> None:
     """Blocks that are sharded first, as with FSDP2."""
     reference, model = adapted("own"), adapted("own")
     for block in model.model.model.layers:
@@ -177,14 +167,11 @@ def check_parts() -> None:
         assert torch.equal(step_of(model, optim, step), step_of(reference, plain, step))
 
 
-@pytest.mark.slow
-def test_blocks_are_sharded_first() -> None:
-    pytest.importorskip("peft")
-    run_ranks(4, check_parts)
-
-
-def check_resume(kind: str, folder: str) -> None:
+@of_kinds(*KINDS)
+@on_ranks(4, timeout=200)
+def test_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
+    folder = tmp_path / "checkpoint"
     model = tw.shard(adapted(kind), plan_of("zero3"))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
     step_of(model, optim, 0)
@@ -200,13 +187,11 @@ def check_resume(kind: str, folder: str) -> None:
         assert same_tensors(tw.full_state_dict(other), tw.full_state_dict(model)), name
 
 
-@every_kind
-def test_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
-    needs(kind)
-    run_ranks(4, check_resume, kind, str(tmp_path / "checkpoint"), timeout=200)
-
-
-def check_published(kind: str, folder: str) -> None:
+@of_kinds("own", "int8", "nf4", "bnb")
+@pytest.mark.slow
+@on_ranks(4)
+def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
     model = tw.shard(adapted(kind), plan_of("zero3"))
     if kind == "bnb":
         with pytest.raises(UsageError, match=r"weight holds codes of bitsandbytes.*save the adapters"):
@@ -223,13 +208,6 @@ def check_published(kind: str, folder: str) -> None:
         subscriber.update()
         subscriber.load_into(receiver)
         assert same_tensors(receiver.state_dict(), want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own", "int8", "nf4", "bnb"])
-def test_receivers_get_what_is_inside(kind: str, tmp_path: Path) -> None:
-    needs(kind)
-    run_ranks(4, check_published, kind, str(tmp_path / "store"))
 
 
 @pytest.mark.slow
@@ -304,14 +282,11 @@ def test_slices_of_them_are_refused() -> None:
         tw.parallelize(with_codes(), grids.plan_for(1, 2, 1), loss=cross_entropy)
 
 
-def check_eight_bits() -> None:
+@of_library("bitsandbytes")
+@on_ranks(4)
+def test_eight_bits_of_bitsandbytes_are_refused() -> None:
     import bitsandbytes as bnb
 
     layer = bnb.nn.Linear8bitLt(8, 8, has_fp16_weights=False).requires_grad_(False)
     with pytest.raises(UsageError, match=r"weight is an Int8Params of bitsandbytes.*load_in_4bit=True"):
         tw.shard(nn.Sequential(nn.Linear(8, 8), layer), plan_of("zero3"))
-
-
-def test_eight_bits_of_bitsandbytes_are_refused() -> None:
-    pytest.importorskip("bitsandbytes")
-    run_ranks(4, check_eight_bits)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.ranks import on_ranks
+from tests.support.training.program import Block
 from torch import nn
 
 import thinwire as tw
@@ -17,17 +18,6 @@ from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
 
 pytestmark = pytest.mark.ranks
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Model(nn.Module):

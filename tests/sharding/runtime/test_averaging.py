@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.said import heard
-from tests.support.training import grids
+from tests.support.training import edge, grids
 from tests.support.training.edge import ADAMW, build, raised, samples, train_alone
 from tests.support.training.models import Stack
 from torch import nn
@@ -59,10 +59,8 @@ def averaged(mean: tw.Average, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held(model: nn.Module) -> list[torch.Tensor]:
-    """What this rank holds of a model: shards and masters."""
     runtime(model).join()
-    pairs = [(buffer.shard, buffer.master) for unit in runtime(model).units for buffer in unit.buffers]
-    return [value.clone() for pair in pairs for value in pair if value is not None]
+    return edge.held(model)
 
 
 def torchs(model: nn.Module, rule: dict[str, Any]) -> AveragedModel:

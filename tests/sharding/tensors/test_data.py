@@ -8,19 +8,17 @@ import copy
 import pytest
 import torch
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import raised
+from tests.support.training.edge import gathered, raised, spread_evenly
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.sharding.tensors.tensor import ShareTensor
 
 pytestmark = pytest.mark.ranks
 
 
 def same(value: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    whole = value.full_tensor() if isinstance(value, ShareTensor) else value
-    assert torch.allclose(whole, expected, atol=1e-5), what
+    assert torch.allclose(gathered(value), expected, atol=1e-5), what
 
 
 def exchanged(p: torch.Tensor, q: torch.Tensor) -> list[torch.Tensor]:
@@ -103,10 +101,8 @@ WAYS = (
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "on the host"])
 @on_ranks(2)
 def test_data_is_assigned_as_in_torch(plan: str) -> None:
-    alone, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.linspace(-1, 1, 6).view(2, 3)
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    alone = spread_evenly(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    x = torch.linspace(-1, 1, 6).view(2, 3)
     changes = {"residence": {"optimizer": "host-stream"}} if plan == "on the host" else {}
     preset = "zero1" if changes else plan
     made = tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32", **changes)

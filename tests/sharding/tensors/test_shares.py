@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import build, plan, raised, samples
+from tests.support.training.edge import build, gathered, plan, raised, samples, spread_evenly
 from tests.support.training.models import Stack
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.sharding.tensors.spec import boxes
 from thinwire.sharding.tensors.tensor import ShareTensor
-from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -39,7 +38,7 @@ BOTH = pytest.mark.parametrize(
 
 
 class Learned(Stack):
-    """A root with one direct parameter and a second method that computes."""
+    """A root with one direct parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +46,6 @@ class Learned(Stack):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * self.scale)
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        """A method that is not forward and reads the root's parameter."""
-        return super().forward(x * self.scale).square().mean()
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor().detach() if isinstance(value, ShareTensor) else value.detach()
 
 
 class Pair:
@@ -78,20 +69,20 @@ class Pair:
 
     def check(self, what: str, tolerance: float = 1e-5) -> None:
         for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
-            assert torch.allclose(whole(mine), theirs, rtol=1e-5, atol=tolerance), f"{what} under {self.label}: {name}"
+            assert torch.allclose(gathered(mine), theirs, 1e-5, tolerance), f"{what} under {self.label}: {name}"
 
     def check_gradients(self, what: str, tolerance: float = 1e-6) -> None:
         for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):
             assert (mine.grad is None) == (theirs.grad is None), f"{what} under {self.label}: {name}"
             if mine.grad is not None:
-                assert torch.allclose(whole(mine.grad), theirs.grad, rtol=1e-4, atol=tolerance), (
+                assert torch.allclose(gathered(mine.grad), theirs.grad, rtol=1e-4, atol=tolerance), (
                     f"{what} under {self.label}: gradient of {name}"
                 )
 
 
 def same(value: Any, expected: Any, what: str) -> None:
     value, expected = torch.as_tensor(value).detach(), torch.as_tensor(expected).detach()
-    value = whole(value)
+    value = gathered(value)
     assert value.shape == expected.shape, what
     assert value.dtype == expected.dtype, what
     assert torch.allclose(value, expected, rtol=1e-5, atol=1e-6), what
@@ -160,50 +151,7 @@ def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
         assert local.numel() < weight.numel() or name in ("ddp", "inter", "whole tensors")
 
 
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
-def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
-    """A read right after a step returns the values that the step has written."""
-    for name in plans:
-        pair = Pair(name)
-        optim = tw.optimizer(pair.model, torch.optim.SGD, lr=0.1)
-        reference = torch.optim.SGD(pair.one.parameters(), lr=0.1)
-        averages = [p.detach().clone() for p, _ in pair.parameters()]
-        expected = [p.detach().clone() for _, p in pair.parameters()]
-        for step in range(3):
-            pair.backward(step)
-            optim.step()
-            reference.step()
-            pair.check("read after step()")
-            with torch.no_grad():
-                for kept, parameter in zip(
-                    [*averages, *expected], [p for s in zip(*pair.parameters(), strict=True) for p in s], strict=True
-                ):
-                    kept.lerp_(parameter, 0.5)
-            optim.zero_grad()
-            reference.zero_grad()
-        for kept, plain in zip(averages, expected, strict=True):
-            assert torch.allclose(whole(kept), plain, atol=1e-6), name
-
-
 # -- writing ---------------------------------------------------------------------------------------------------
-
-
-def double(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-
-
-def assign(model: nn.Module) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data = torch.full(parameter.shape, 0.01 * number)
-
-
-def through_data(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.05, 0.05)
 
 
 def sum_and_send(model: nn.Module) -> None:
@@ -217,29 +165,19 @@ def sum_and_send(model: nn.Module) -> None:
         dist.broadcast(parameter.data, src=1)
 
 
-def initialise(model: nn.Module) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        torch.default_generator.manual_seed(number)
-        nn.init.normal_(parameter, std=0.1)
-
-
-def from_a_vector(model: nn.Module) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    vector_to_parameters(torch.linspace(-0.2, 0.2, count), model.parameters())
-
-
-def load(model: nn.Module) -> None:
-    state = build(Learned, seed=5).state_dict()
-    model.load_state_dict(state)
-
-
-def swap(model: nn.Module) -> None:
-    saved = {name: value.detach().clone() for name, value in model.named_parameters()}
-    double(model)
-    model(samples(1, 1, 4)[0, 0])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(saved[name])
+@pytest.mark.slow
+@BOTH
+@on_ranks(4)
+def test_collectives_of_a_loop_reach_every_rank(plans: tuple[str, ...]) -> None:
+    x = samples(0, 1, 4)[0, 0]
+    for name in plans:
+        pair = Pair(name)
+        sum_and_send(pair.model)
+        sum_and_send(pair.one)
+        pair.check("sums and broadcasts")
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), name
 
 
 @on_ranks(4)
@@ -261,48 +199,16 @@ def test_a_sum_that_a_rank_joins_late_arrives() -> None:
 @pytest.mark.slow
 @BOTH
 @on_ranks(4)
-def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
-    x = samples(0, 1, 4)[0, 0]
-    for name in plans:
-        for write in (double, assign, through_data, sum_and_send, initialise, from_a_vector, load, swap):
-            pair = Pair(name)
-            named = [dict(model.named_parameters()) for model in (pair.model, pair.one)]
-            # units list parameters in another order than the model does
-            write(pair.model)
-            write(pair.one)
-            pair.check(write.__name__)
-            assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
-            with torch.no_grad():
-                assert torch.allclose(pair.model(x), pair.one(x), atol=1e-5), f"{write.__name__} under {name}"
-            assert list(named[0]) == list(named[1])
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_ranks_draw_alike() -> None:
-    """Ranks whose generators differ draw the numbers of the first rank."""
-    for name in ("zero1", "zero3", "ddp"):
-        pair = Pair(name)
-        torch.default_generator.manual_seed(dist.get_rank())
-        nn.init.uniform_(pair.model.first.weight)
-        torch.default_generator.manual_seed(0)
-        nn.init.uniform_(pair.one.first.weight)
-        pair.check("uniform_")
-
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
 def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
     for name in plans:
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
             with torch.no_grad():
-                before = [whole(mine).clone() for mine, _ in pair.parameters()]
+                before = [gathered(mine).clone() for mine, _ in pair.parameters()]
                 with tw.full_parameters(pair.model, write=True):
                     pair.model.first.weight[1, 2] = 7.0
             for parameter_name, (mine, _), old in zip(pair.names, pair.parameters(), before, strict=True):
-                changed = (whole(mine) != old).nonzero().tolist()
+                changed = (gathered(mine) != old).nonzero().tolist()
                 assert changed == ([[1, 2]] if parameter_name == "first.weight" else []), f"{parameter_name}, {name}"
             if name not in ("ddp",) or dtype == "bfloat16":
 
@@ -314,45 +220,6 @@ def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> Non
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
-
-
-def check_gradients(plans: tuple[str, ...]) -> None:
-    for name in plans:
-        pair = Pair(name)
-        assert all(mine.grad is None for mine, _ in pair.parameters())
-        for clear in (
-            lambda model: model.zero_grad(),
-            lambda model: model.zero_grad(set_to_none=False),
-            lambda model: [setattr(p, "grad", None) for p in model.parameters()],
-        ):
-            for step in range(2):
-                pair.backward(step)
-                for mine, theirs in pair.parameters():
-                    same(mine.grad.norm(), theirs.grad.norm(), "a norm that is read between backwards")
-            pair.check_gradients("two backwards")
-            for model in (pair.model, pair.one):
-                clear(model)
-            pair.check_gradients("cleared")
-            pair.backward(2)
-            pair.check_gradients("after clearing")
-            for model in (pair.model, pair.one):
-                model.first.weight.grad = None
-            pair.backward(3)
-            pair.check_gradients("after clearing one")
-            for mine, theirs in pair.parameters():
-                mine.grad.mul_(0.5)
-                theirs.grad.mul_(0.5)
-                mine.grad = mine.grad + 1
-                theirs.grad = theirs.grad + 1
-            pair.check_gradients("edited")
-            for model in (pair.model, pair.one):
-                model.zero_grad()
-
-
-@pytest.mark.slow
-@BOTH
-def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
-    run_ranks(4, check_gradients, plans)
 
 
 @BOTH
@@ -399,27 +266,6 @@ def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
         pair.check_gradients("a penalty that differs from rank to rank", 1e-5)
 
 
-def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    norms.append(f"{float(parameter.grad.norm()):.3g}")
-
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
-def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
-    for name in plans:
-        pair = Pair(name)
-        seen: list[list[str]] = [[], []]
-        for norms, model in zip(seen, (pair.model, pair.one), strict=True):
-            model.first.weight.register_hook(lambda grad: grad * 3)
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(partial(note_norm, norms))
-        pair.backward()
-        pair.check_gradients("hooked")
-        assert sorted(seen[0]) == sorted(seen[1]), name
-
-
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @on_ranks(4)
 def test_hooks_see_gradients_of_all_uses_at_once(preset: str) -> None:
@@ -458,111 +304,18 @@ def test_aliases_that_require_gradients_have_their_own(preset: str) -> None:
 
 # -- optimizers that users make --------------------------------------------------------------------------------
 
-OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-    (torch.optim.SGD, {"lr": 0.01, "foreach": True}),
-    (torch.optim.AdamW, {"lr": 1e-3}),
-    (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
-    (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
-    (torch.optim.Adagrad, {"lr": 1e-3}),
-    (torch.optim.RMSprop, {"lr": 1e-3, "centered": True}),
-    (torch.optim.NAdam, {"lr": 1e-3}),
-    (torch.optim.Adafactor, {"lr": 1e-3}),
-)
 
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4, timeout=240)
-def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
-    for name in plans:
-        for kind, options in OPTIMIZERS:
-            pair = Pair(name)
-            optims, schedulers = [], []
-            for model in (pair.model, pair.one):
-                named = dict(model.named_parameters())
-                groups = [
-                    {"params": [p for n, p in named.items() if n.endswith("weight")], "weight_decay": 0.01},
-                    {"params": [p for n, p in named.items() if not n.endswith("weight")]},
-                ]
-                optims.append(kind(groups, **options))
-                schedulers.append(torch.optim.lr_scheduler.StepLR(optims[-1], 1, 0.9))
-            for step in range(3):
-                pair.backward(step)
-                for optim, scheduler in zip(optims, schedulers, strict=True):
-                    optim.step()
-                    scheduler.step()
-                    optim.zero_grad()
-            pair.check(f"{kind.__name__} {options}")
-
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
-def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
-    x = samples(0, 1, 4)[0, 0]
-    for name in plans:
-        pair = Pair(name)
-        for model in (pair.model, pair.one):
-            optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-            def closure(model: nn.Module = model, optim: torch.optim.Optimizer = optim) -> torch.Tensor:
-                optim.zero_grad()
-                loss = model(x).square().mean()
-                loss.backward()
-                return loss
-
-            optim.step(closure)
-        pair.check("LBFGS", 1e-4)
-        optims = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (pair.model, pair.one)]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in optims]
-        for step in range(4):
-            for model, optim, scaler in zip((pair.model, pair.one), optims, scalers, strict=True):
-                optim.zero_grad()
-                factor = math.inf if step == 2 and (model is pair.one or dist.get_rank() == 1) else 1.0
-                scaler.scale(model(x).square().mean() * factor).backward()
-                if step % 2:
-                    scaler.unscale_(optim)
-                scaler.step(optim)
-                scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        pair.check("GradScaler")
-
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
-def test_updates_by_hand(plans: tuple[str, ...]) -> None:
-    for name in plans:
-        pair = Pair(name)
-        for step in range(2):
-            pair.backward(step)
-            for model in (pair.model, pair.one):
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter -= 0.1 * parameter.grad
-                model.zero_grad()
-        pair.check("gradient descent by hand")
-
-
-class GlobalNorm(torch.optim.SGD):
-    """Divides every gradient by the norm of all of them."""
+class AskedNorm(torch.optim.SGD):
+    """Divides every gradient by the norm of all of them, if a group asks for it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([grad.norm() for grad in grads]).norm()
-        for grad in grads:
-            grad.div_(norm)
+        if any(group.get("normalize") for group in self.param_groups):
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            for grad in grads:
+                grad.div_(norm)
         super().step(closure)
-
-
-class AskedNorm(GlobalNorm):
-    """Normalizes if a group asks for it."""
-
-    def step(self, closure: Any = None) -> None:
-        asked = any(group.get("normalize") for group in self.param_groups)
-        (super() if asked else super(GlobalNorm, self)).step(closure)
 
 
 class Noisy(torch.optim.SGD):
@@ -576,52 +329,16 @@ class Noisy(torch.optim.SGD):
         super().step(closure)
 
 
-@pytest.mark.slow
-@BOTH
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
 @on_ranks(4)
-def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
-    for name in plans:
-        for kind, sentence in ((GlobalNorm, "other parameters' gradients"), (Noisy, "draws random numbers")):
-            pair = Pair(name)
-            if name != "ddp" or kind is Noisy:
-                assert sentence in raised(UsageError, tw.optimizer, pair.model, kind, lr=0.1)
-            if name != "ddp":
-                asking = [{"params": "*", "normalize": True}]
-                message = raised(UsageError, tw.optimizer, pair.model, AskedNorm, lr=0.1, param_groups=asking)
-                assert "other parameters' gradients" in message
-            optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
-            for step in range(2):
-                pair.backward(step)
-                torch.default_generator.manual_seed(10 * step + dist.get_rank())
-                optims[0].step()
-                torch.default_generator.manual_seed(10 * step)
-                optims[1].step()
-                for optim in optims:
-                    optim.zero_grad()
-            pair.check(kind.__name__)  # every rank draws what the first one draws
-
-
-# -- outside of forward ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@BOTH
-@on_ranks(4)
-def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
-    x = samples(0, 1, 4)[0, 0]
-    for name in plans:
-        for register in (False, True):
-            pair = Pair(name)
-            if register:
-                tw.register_forward_method(pair.model, "loss")
-            for model in (pair.model, pair.one):
-                model.loss(x).backward()
-                model.forward(x).square().mean().backward()
-                model.blocks[0](x @ torch.ones(x.shape[-1], model.blocks[0].up.in_features)).mean().backward()
-            pair.check_gradients(f"methods, registered: {register}", 1e-5)
-            with torch.no_grad():
-                same(pair.model.loss(x), pair.one.loss(x), name)
-            assert not pair.model._thinwire_runtime.passes.state.inside
+def test_the_fast_optimizer_refuses_those_that_couple_parameters_or_draw(name: str) -> None:
+    """Made by the user, they train as in one process: see the catalogue of behaviours."""
+    model = tw.shard(build(Stack), plan(name))
+    assert "draws random numbers" in raised(UsageError, tw.optimizer, model, Noisy, lr=0.1)
+    if name != "ddp":
+        asking = [{"params": "*", "normalize": True}]
+        message = raised(UsageError, tw.optimizer, model, AskedNorm, lr=0.1, param_groups=asking)
+        assert "other parameters' gradients" in message
 
 
 # -- refusals --------------------------------------------------------------------------------------------------
@@ -698,10 +415,7 @@ def test_boxes_cover_a_piece_exactly(shape: tuple[int, ...]) -> None:
 @on_ranks(4)
 def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
     """Norm by torch's clipping, over ranks and alone, of a model whose units have one parameter each."""
-    alone = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+    alone = spread_evenly(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))))
     plan = tw.Plan.preset(preset, nodes=2, local=2, partition="inter", bucket_bytes=1, compute_dtype="float32")
     model = tw.shard(copy.deepcopy(alone), plan, units=["0", "1"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -726,17 +440,14 @@ def test_gradients_that_were_dropped_keep_their_values(preset: str) -> None:
         alias = first.grad.detach()
         drop()
         model(x).abs().mean().backward()
-        seen = [*map(whole, held), whole(alias), held[0].norm(), *(whole(p.grad) for p in model.parameters())]
+        seen = [*map(gathered, held), gathered(alias), held[0].norm(), *(gathered(p.grad) for p in model.parameters())]
         first.grad = None
         first.grad = held[0]
         for parameter in list(model.parameters())[1:]:
             parameter.grad = None
-        return [*seen, whole(first.grad)]
+        return [*seen, gathered(first.grad)]
 
-    alone = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        for parameter in alone.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    alone = spread_evenly(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     model = tw.shard(copy.deepcopy(alone), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype="float32"))
     drops = model.zero_grad, tw.optimizer(model, torch.optim.SGD, lr=0.1).zero_grad
     expected = outcome(alone, alone.zero_grad)

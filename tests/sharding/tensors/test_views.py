@@ -1,4 +1,5 @@
-"""Views of shares are read and written as views of whole parameters are."""
+"""Views of shares are read and written as views of whole parameters are, and so is what state dicts show of parameters
+that every rank holds whole."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import io
 from collections.abc import Callable
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.behaviours.models import Stack
 from tests.support.ranks import on_ranks
-from tests.support.training.edge import raised
+from tests.support.training.edge import gathered, raised
 from torch import nn
 from torch.nn import init
 
 import thinwire as tw
 from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.sharding.tensors.views import StateEntry
 
 pytestmark = pytest.mark.ranks
 
@@ -32,10 +36,6 @@ def build() -> Model:
 def shard(preset: str, dtype: str = "float32") -> Model:
     sharded: Model = tw.shard(build(), tw.Plan.preset(preset, nodes=1, local=2, compute_dtype=dtype))
     return sharded
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, ShareTensor) else value).detach()
 
 
 def own_initialisation(model: Model) -> None:
@@ -90,7 +90,7 @@ def test_writes_to_views_reach_the_parameter(preset: str) -> None:
         write(model)
         write(alone)
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            assert torch.equal(whole(mine), theirs.detach()), write.__name__
+            assert torch.equal(gathered(mine), theirs.detach()), write.__name__
 
 
 @on_ranks(2)
@@ -101,7 +101,7 @@ def test_writes_to_views_reach_the_gradient() -> None:
         each[1].weight.grad[:2].zero_()
         each[2].weight.grad.view(-1)[3:5] *= 2
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.allclose(whole(mine.grad), theirs.grad)
+        assert torch.allclose(gathered(mine.grad), theirs.grad)
 
 
 @on_ranks(2)
@@ -122,7 +122,7 @@ def test_views_read_as_plain_tensors() -> None:
     row = nn.Parameter(view)
     (3 * row).sum().backward()
     torch.optim.SGD([row], lr=0.5).step()
-    assert torch.allclose(whole(model[1].weight)[0], plain - 1.5)
+    assert torch.allclose(gathered(model[1].weight)[0], plain - 1.5)
 
 
 @pytest.mark.slow
@@ -130,5 +130,38 @@ def test_views_read_as_plain_tensors() -> None:
 def test_compiled_functions_take_views() -> None:
     model = shard("zero3")
     double = torch.compile(lambda matrix: matrix @ matrix.T + 1, backend="eager", fullgraph=True)
-    weight = whole(model[1].weight)
+    weight = gathered(model[1].weight)
     assert torch.equal(double(model[1].weight.data.view(2, 8)), weight.view(2, 8) @ weight.view(2, 8).T + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_ranks(2)
+def test_what_is_written_to_a_state_dict_reaches_the_model(dtype: str) -> None:
+    torch.default_generator.manual_seed(0)
+    model = tw.shard(Stack(), tw.Plan.preset("ddp", nodes=1, local=2, compute_dtype=dtype))
+    with torch.no_grad():
+        before, out = tw.full_state_dict(model)["head.weight"], model(torch.ones(2, 8))
+        entry = model.state_dict()["head.weight"]
+        assert isinstance(entry, StateEntry)
+        assert entry.mul_(2.0).add_(1.0) is entry
+        entry.data.mul_(2.0)
+        entry[0] = 0.5
+        torch._foreach_add_([entry], [torch.ones(5, 8)])
+        wanted = 4.0 * before + 3.0
+        wanted[0] = 1.5
+        torch.testing.assert_close(entry + 0.0, wanted)
+        torch.testing.assert_close(tw.full_state_dict(model)["head.weight"], wanted)
+        assert not torch.allclose(model(torch.ones(2, 8)), out)
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read = safetensors.torch.load(safetensors.torch.save(state))
+    for others in (torch.load(file, weights_only=True), copy.deepcopy(state), read):
+        assert {type(value) for value in others.values()} == {torch.Tensor}
+        assert all(torch.equal(others[name], value) for name, value in state.items())
+    kept = copy.deepcopy(state)
+    for value in model.state_dict().values():
+        value.zero_()
+    model.load_state_dict(kept)
+    assert all(torch.equal(value, kept[name]) for name, value in tw.full_state_dict(model).items())

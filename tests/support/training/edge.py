@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -17,7 +17,10 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.runtime.parameter import ShardedParameter
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+Model = TypeVar("Model", bound=nn.Module)
 
 WIDTH = 8
 TOLERANCE = 1e-6
@@ -60,6 +63,14 @@ def build(model_class: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The model, the same for the same seed."""
     torch.default_generator.manual_seed(seed)
     return model_class()
+
+
+@torch.no_grad()
+def spread_evenly(model: Model) -> Model:
+    """The model, with parameters whose elements lie evenly between -1 and 1."""
+    for parameter in model.parameters():
+        parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    return model
 
 
 def alone(model_class: Callable[[], nn.Module], steps: Iterable[int], micro_batches: int = 1) -> nn.Module:
@@ -132,6 +143,17 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
     """Copies of a sharded model's whole parameters."""
     with tw.full_parameters(model):
         return [p.detach().clone() for p in model.parameters()]
+
+
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of what this rank holds of a model: shards and masters."""
+    pairs = [(buffer.shard, buffer.master) for unit in runtime(model).units for buffer in unit.buffers]
+    return [value.clone() for pair in pairs for value in pair if value is not None]
+
+
+def gathered(value: torch.Tensor) -> torch.Tensor:
+    """The whole values of a share, or of a plain tensor."""
+    return (value.full_tensor() if isinstance(value, ShareTensor) else value).detach()
 
 
 def close(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
-"""Models whose frozen weights are quantized: by torchao, by bitsandbytes, and by a tensor subclass of our own."""
+"""Models whose frozen weights are quantized: by torchao, by bitsandbytes, and by a tensor subclass of our own; or that
+have the values which a codec leaves."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from tests.support.training.hf import build
 from torch import nn
+
+from thinwire import codecs
+from thinwire.spec import CodecSpec
 
 KINDS = ("own", "int8", "nf4", "bnb", "bnb-bf16")
 """What weights are kept in."""
@@ -100,6 +104,20 @@ def adapted(kind: str) -> nn.Module:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
     return model.train()
+
+
+def rounded(model: nn.Module, codec: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model with the values that a codec of whole blocks leaves of its frozen matrices."""
+    spec = CodecSpec(codec)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.requires_grad and parameter.dim() > 1:
+                flat = parameter.to(dtype).flatten()
+                blocks = nn.functional.pad(flat, (0, -len(flat) % spec.block))
+                wire = codecs.get(spec).encode(blocks)
+                values = codecs.get(spec).decode(wire, blocks.numel(), dtype)
+                parameter.copy_(values[: len(flat)].view_as(parameter))
+    return model
 
 
 def plain_tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

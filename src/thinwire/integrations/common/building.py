@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.integrations.common.optimizers import is_sharded
 from thinwire.sharding.memory.recorded import RecordedValues, Recording, initialize_meta_modules
 from thinwire.sharding.modules.quantized import is_wrapper
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.spec import Plan
 
 

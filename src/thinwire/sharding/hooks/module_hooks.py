@@ -28,8 +28,8 @@ from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.passes import Passes
 from thinwire.sharding.step.pinned_units import recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.tensors.entry import StateEntry
 from thinwire.sharding.tensors.tensor import ShareTensor
+from thinwire.sharding.tensors.views import StateEntry
 
 
 def install(runtime: Runtime) -> list[Callable[[], None]]:
@@ -424,7 +424,7 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
     if is_wrapper(value):
         return rebuilt(value, _copied)
     if isinstance(value, ShareTensor):
-        return StateEntry.of(value) if value.spec.pieces == 1 else value
+        return StateEntry.of(value, value.full_tensor()) if value.spec.pieces == 1 else value
     return value.detach().clone()
 
 

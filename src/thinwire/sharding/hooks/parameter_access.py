@@ -20,8 +20,8 @@ from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.unready import is_plain
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.step.passes import Passes
-from thinwire.sharding.tensors.parameter import ShardedParameter
 
 IN_PLACE: Final = ("_apply", "_load_from_state_dict")
 """Methods of modules, replaced in those with parameters, that change parameters."""

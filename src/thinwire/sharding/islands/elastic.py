@@ -114,9 +114,6 @@ class Exchanged(NamedTuple):
 class ElasticExchanges(Exchanges):
     """The exchanges of one model with those of other jobs.
 
-    Args:
-        sharded: The model.
-
     Attributes:
         log: Exchanges since :meth:`take_log` was called.
         optimizer: The inner optimizer, whose state is handed to new islands.

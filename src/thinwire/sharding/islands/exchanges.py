@@ -51,13 +51,7 @@ class Announced(NamedTuple):
 
 
 class Announcements:
-    """What all islands are about to exchange: messages match by their sizes alone, and fragments may have equal ones.
-
-    Args:
-        group: Ranks of the same position in all islands.
-        own: What this island is about to exchange.
-        device: Device of the exchange.
-    """
+    """What all islands are about to exchange: messages match by size alone, and fragments may have equal ones."""
 
     def __init__(self, group: AxisGroup, own: Announced, device: torch.device) -> None:
         self._index, self._across = group.index, group.hops[Stage.GATHER_ACROSS]
@@ -114,11 +108,8 @@ class Pending:
 
 
 class Exchanges:
-    """The exchanges of one model with those of other islands.
-
-    Args:
-        sharded: The model.
-        group: Ranks that hold this rank's shares in the other islands.
+    """The exchanges of one model with those of other islands, with the ``group`` of ranks that hold this rank's shares
+    there.
 
     Attributes:
         share: Share of training that is done; ``None`` before it is known, for plans whose ``every`` changes.
@@ -185,11 +176,8 @@ class Exchanges:
             pending.wait()
 
     def resume(self, pending: dict[int, int]) -> None:
-        """Go on with exchanges that a checkpoint was saved in the middle of: their outer steps are made.
-
-        Args:
-            pending: Updates after which each is due, by fragment.
-        """
+        """Go on with exchanges that a checkpoint was saved in the middle of, by the updates after which each fragment's
+        is due: their outer steps are made."""
         self.pending = {fragment: Pending(due, []) for fragment, due in pending.items()}
         for fragment, exchange in self.pending.items():
             for state in self.parts[fragment]:

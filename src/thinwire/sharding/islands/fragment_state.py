@@ -101,11 +101,8 @@ class PartState:
         return all_gather(self._replicas, values).after(place)
 
     def finish(self, *, blends: bool = True) -> None:
-        """Write the values of the outer step to the masters, once the moves have ended.
-
-        Args:
-            blends: Whether a share of the masters stays, as the plan says.
-        """
+        """Write the values of the outer step to the masters, of which a share stays as the plan says if ``blends``,
+        once the moves have ended."""
         values, self._values = self.anchor if self._values is None else self._values, None
         begin = 0
         for master in self._masters:
@@ -122,11 +119,7 @@ class PartState:
         self.finish(blends=False)
 
     def step(self, gradient: torch.Tensor) -> None:
-        """One step of the outer optimizer, as torch's SGD makes it.
-
-        Args:
-            gradient: The mean change, which is overwritten.
-        """
+        """One step of the outer optimizer, as torch's SGD makes it, by the mean change, which is overwritten."""
         outer, momentum = self._settings.outer, self.momentum
         if momentum is not None:
             momentum.mul_(outer.momentum).add_(gradient)

@@ -14,7 +14,7 @@ from thinwire.sharding.islands.fragment_state import PartState, labelled
 from thinwire.sharding.islands.transfer import pack, unpack
 
 Parts = Sequence[Sequence[PartState]]
-
+"""The state of each fragment's vectors."""
 
 _About = tuple[int, dict[int, int], dict[str, float | int]]
 
@@ -24,11 +24,7 @@ optimizer that is a plain number."""
 
 
 def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
-    """What all islands share, as this rank keeps it: anchors and outer momenta, by name.
-
-    Args:
-        parts: State of each fragment's vectors.
-    """
+    """What all islands share, as this rank keeps it: anchors and outer momenta, by name."""
     tensors = {}
     for label, state in labelled(parts):
         tensors[f"{label}/anchor"] = state.anchor
@@ -38,14 +34,8 @@ def shared_state(parts: Parts) -> dict[str, torch.Tensor]:
 
 
 def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int, alike_since: Mapping[int, int]) -> bytes:
-    """The state of this rank as a message.
-
-    Args:
-        parts: State of each fragment's vectors.
-        optimizer: The inner optimizer; ``None`` leaves its state out.
-        step: Updates made.
-        alike_since: By fragment, updates made when all islands last held the same masters.
-    """
+    """The state of this rank as a message, after updates until ``step``; without an optimizer, its state is left out.
+    See :class:`Fetched`."""
     tensors, numbers = shared_state(parts), {}
     for key, value in _inner_state(optimizer).items():
         if isinstance(value, torch.Tensor):
@@ -56,11 +46,7 @@ def packed_state(parts: Parts, optimizer: InnerOptimizer | None, step: int, alik
 
 
 class Fetched:
-    """A state that another island has sent, and that fits the model.
-
-    Args:
-        message: What :func:`packed_state` made there.
-        parts: State of each fragment's vectors here.
+    """A state that another island has sent, as :func:`packed_state` made it there, and that fits the model.
 
     Attributes:
         step: Updates made.

@@ -38,11 +38,7 @@ _SAID: Final[Typed[Participant]] = Typed(Participant)
 
 
 class Lighthouse:
-    """A lighthouse, as one island sees it.
-
-    Args:
-        address: ``HOST:PORT``.
-        name: Name of the island; see :class:`~thinwire.sharding.islands.quorum.Participant`.
+    """The lighthouse at an address, ``HOST:PORT``, as the island with a name sees it.
 
     Raises:
         UsageError: torchft is not installed, or the address is not of this form.

@@ -34,15 +34,7 @@ _PAUSE = 0.2
 
 
 class OtherIslands:
-    """A rank's part in the islands. All ranks of an island make one together, and call its methods together.
-
-    Args:
-        plan: The plan, with elastic islands.
-        island: Number of this island.
-        lighthouse: ``HOST:PORT`` of the lighthouse.
-        ranks: All ranks of this island.
-        device: Device of the model.
-        meter: Counts the bytes.
+    """A rank's part in the islands. All ``ranks`` of an island make one together, and call its methods together.
 
     Attributes:
         own: What this island says of itself, but for what changes from question to question.
@@ -83,12 +75,7 @@ class OtherIslands:
         return self._server.address
 
     def meet(self, own: Participant, expected: Expected, deadline: float) -> Quorum:
-        """Wait for the others at the end of an exchange's steps, or to enter.
-
-        Args:
-            own: What this island says of itself now.
-            expected: When the others are expected.
-            deadline: Moment of ``time.monotonic()`` at which it gives up.
+        """Wait for the others at the end of an exchange's steps, or to enter; see :meth:`Lighthouse.meet`.
 
         Raises:
             CollectiveError: On every rank, if the lighthouse does not answer, or too few islands are there until then.

@@ -22,10 +22,6 @@ class Peers(Subgroup):
     """Ranks of different jobs, connected for as long as the same islands are there.
 
     The roll call and the store of a job do not know them: an error of the transport is raised as it is.
-
-    Args:
-        links: See :class:`PeerAxis`, as for ``index``, ``size`` and ``meter``.
-        stage: Stage of the lane ``OUTER``.
     """
 
     def __init__(self, links: Connections | None, index: int, size: int, stage: Stage, meter: Meter) -> None:
@@ -87,17 +83,9 @@ def host_store(address: str) -> tuple[dist.Store, str]:
 def meet_peers(
     store: str, name: str, index: int, size: int, timeout: float, address: str, device: torch.device, meter: Meter
 ) -> PeerAxis:
-    """Connect the ranks of the same position in all members' jobs; all of them call this.
-
-    Args:
-        store: ``HOST:PORT`` of the store where they meet.
-        name: Name of the connections, which no others have.
-        index: Index of this rank's island among the members.
-        size: Number of members.
-        timeout: Seconds until an operation fails.
-        address: Of this host, at which the other members reach it.
-        device: Device of the tensors.
-        meter: Counts the bytes.
+    """Connect the ranks of the same position in all members' jobs; all of them call this. They meet at ``store``,
+    ``HOST:PORT``, under a ``name`` that no others have, and reach this host at ``address``; an operation fails after
+    ``timeout`` seconds. See :class:`PeerAxis` for the others.
 
     Raises:
         RuntimeError: torch's own, if a member does not come in time.

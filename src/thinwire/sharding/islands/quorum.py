@@ -109,11 +109,7 @@ def sort_out(key: str, participants: Sequence[Participant]) -> Quorum:
 
     Islands that have made the most updates are ahead. If some of them are at the end of an exchange's steps and others
     only enter, the former lead. If they disagree about what they agreed on last, most decide, then the first name:
-    islands that differ fetch, so that all are equal again.
-
-    Args:
-        key: Name of the meeting.
-        participants: All that are there, in any order.
+    islands that differ fetch, so that all are equal again. The order of participants does not matter.
     """
     newest = max(participant.step for participant in participants)
     ahead = sorted(p for p in participants if p.step == newest)

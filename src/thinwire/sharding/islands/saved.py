@@ -32,11 +32,7 @@ def own_masters(island: int) -> str:
 def shared_pieces(
     exchanges: Exchanges, fragments: Iterable[OwnedFragment]
 ) -> Iterator[tuple[Slot, int, torch.Tensor, torch.Tensor | None]]:
-    """What this rank keeps of the state that all islands share, parameter by parameter.
-
-    Args:
-        exchanges: The exchanges of a model.
-        fragments: The fragments that this rank updates.
+    """What this rank, which updates these fragments, keeps of the state that all islands share.
 
     Yields:
         The slot of the parameter; the first element of a piece, relative to the parameter; its values after the last

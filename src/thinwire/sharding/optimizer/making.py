@@ -20,10 +20,10 @@ from thinwire.sharding.optimizer.probes import Trial, distinct_options, state_by
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.tensors.parameter import ShardedParameter
 
 
 def build_optimizer(

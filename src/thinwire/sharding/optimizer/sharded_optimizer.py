@@ -259,7 +259,7 @@ class ShardedOptimizer(ShareOptimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self.runtime.refuse("step()")
+        self.runtime.holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

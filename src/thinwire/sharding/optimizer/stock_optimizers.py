@@ -16,11 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.optimizer_state import over_groups
-from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.runtime.share_values import Masters
-from thinwire.sharding.tensors.parameter import ShardedParameter
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 INNER = "_thinwire_inner"

@@ -131,11 +131,9 @@ class Arenas:
         master = None
         if self._has_master(layout):
             master = self._masters.carve(self._owned(flat))
-            position = 0
-            for run in flat.shares[self._share]:
-                source = initial[run.start : run.start + run.length]
-                master[position : position + run.length].copy_(source)
-                position += run.length
+            runs = flat.shares[self._share]
+            for run, values in zip(runs, master.split([run.length for run in runs]), strict=True):
+                values.copy_(initial[run.start : run.start + run.length])
         visiting = None
         if self._hosts_params and layout.trainable:
             visiting = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)

@@ -20,15 +20,8 @@ _TOGETHER = 1 << 18
 
 
 class InitialShards:
-    """Provides the initial values of this rank's P shards, one flat buffer at a time.
-
-    Args:
-        flats: The buffers, in the order in which their values are asked for.
-        part: Part of a larger model that this rank trains.
-        control: Control of the ranks that start from the first rank's values; ``None`` if each rank uses its own.
-        values: Initial values; ``None`` if the parameters hold them.
-        slices: Slices of the parameters that tensor parallelism cuts, by name.
-        shard: Index of this rank's P shard.
+    """Provides the initial values of the P shards with index ``shard``, one of the ``flats`` after the other. They are
+    the first rank's of ``control``, or this rank's own without it; ``values``, if the parameters do not hold them.
     """
 
     def __init__(

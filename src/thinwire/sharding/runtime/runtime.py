@@ -1,21 +1,11 @@
 """Runs the steps of one sharded model, from the first forward to the updated parameters.
 
-[Note: the nouns of the runtime]
+docs/concepts.md defines the nouns. Three are the runtime's own:
 
-- *Unit*: parameters that are gathered, freed and reduced together, for example those of one transformer block.
-- *Flat buffer*: parameters of a unit with the same dtype that agree in whether they are trained and encoded. They lie
-  end to end in one 1-D tensor, padded so that every factor of the plan divides it.
-- *Shard*: the contiguous part of a flat buffer that a rank holds between steps (the P shard). Gathering a unit restores
-  the whole buffers on every rank.
 - *Share*: the part of a P shard whose fp32 values (*masters*) and optimizer states a rank owns and updates. It is
-  *spread* to the other ranks that hold the same P shard.
-- *Replica*: a rank that owns the same share as another rank. Replicas *sync*: they add up their gradients.
-- *Secondary shard*: a copy of a gathered buffer, cut among the ranks of a node, from which backward gathers again
-  without crossing nodes (hpZ).
-- *Trace*: the order in which units ran in a micro-batch, as reported by hooks.
-- *Program*: the collectives that the plan prescribes for a trace, and the events at which they start, computation waits
-  for them, and units are freed. See :mod:`thinwire.program`.
-- *Lane*: an in-order queue of collectives that run in parallel with computation.
+  *spread* to the other ranks that hold the same P shard. Ranks that own the same share are *replicas*.
+- *Trace*: the order in which units ran in a micro-batch, as reported by hooks. The *program* is what the plan says for
+  it; see :mod:`thinwire.program`.
 - *Ticket*: a collective that was submitted to a lane. Computation waits for it when it needs the result.
 
 A runtime is a handful of objects with one responsibility each. Hooks report events to :class:`Passes`.
@@ -29,10 +19,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Final
 
 import torch
 from torch import nn
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control, before_shutdown, control, rollcall
 from thinwire.errors import CheckpointError, UsageError
 from thinwire.program import Axis, Lane
@@ -43,8 +35,9 @@ from thinwire.sharding.grads.weight_means import WeightMeans
 from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
+from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.edited_parameters import Written
+from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients
 from thinwire.sharding.step.param_broadcast import Spreads
@@ -53,16 +46,13 @@ from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
-from thinwire.sharding.tensors.parameter import ShardedParameter
-from thinwire.spec import Plan
 from thinwire.units import is_number
+
+_NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 
 class Runtime:
     """Everything that one model needs while it trains.
-
-    Args:
-        sharded: The model, in units.
 
     Attributes:
         sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
@@ -134,38 +124,9 @@ class Runtime:
         return control(self.sharded.part.data.ranks)
 
     @property
-    def everyone(self) -> Control:
-        """All ranks that train the model, those of other islands included."""
-        return control(self.sharded.part.data.everyone)
-
-    @property
-    def decides_on_device(self) -> bool:
-        """Whether the device decides about a step, so that the host waits for no norm."""
-        return self.sharded.decides_on_device
-
-    @property
-    def is_inner(self) -> bool:
-        """Whether the model is a part inside of another, as experts are."""
-        return self.sharded.part.is_inner
-
-    @property
     def num_steps(self) -> int:
         """Number of optimizer steps taken so far."""
         return self.sharded.steps.taken
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the model is inside a forward, a backward or ``full_parameters()``."""
-        return self.passes.is_inside()
-
-    @property
-    def blocks(self) -> Sequence[str]:
-        """Names of the open blocks for reading, the outermost first."""
-        return self.holds.blocks
-
-    def refuse(self, action: str, *, beside: str | None = None) -> None:
-        """Refuse an action inside a block for reading; see :meth:`Holds.refuse`."""
-        self.holds.refuse(action, beside=beside)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -208,36 +169,6 @@ class Runtime:
         self.step_check.extend(infos)
         self.spreads.forget_parts()
         self.audit.watch()
-
-    # -- micro-batches -----------------------------------------------------------------------------------------
-
-    def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """Begin a micro-batch, to which the next forward and backward belong.
-
-        Args:
-            number: Number of the micro-batch, from 0.
-            last: Whether its backward is the step's last.
-        """
-        self.schedule.begin_micro_batch(number, last=last)
-
-    def select_micro_batch(self, number: int, *, last: bool) -> None:
-        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
-        the arguments."""
-        self.schedule.select(number, last=last)
-
-    @property
-    def ends_step(self) -> bool:
-        """Whether the next backward is the step's last, in which ranks combine gradients."""
-        return self.schedule.last
-
-    @property
-    def backwards(self) -> int:
-        """Number of backwards of this step that have ended."""
-        return self.schedule.backwards
-
-    def count_gradients(self, *, wanted: bool) -> None:
-        """Set whether this rank's next gradients count; if not, they are zero, because the rank has run out of data."""
-        self.passes.gradients_count = wanted
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -345,7 +276,7 @@ class Runtime:
         exchanges = self.exchanges
         if not isinstance(exchanges, ElasticExchanges):
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
-        self.refuse("enter_islands()")
+        self.holds.refuse("enter_islands()")
         exchanges.close()  # an earlier entry would be another island, which the others would wait for
         self.join_spreads()
         exchanges.hold()
@@ -359,7 +290,7 @@ class Runtime:
         """Give all islands the same parameters. Collective over all islands."""
         if self.exchanges is None:
             return
-        self.refuse("join_islands()")
+        self.holds.refuse("join_islands()")
         self.join_spreads()
         written, step, fetched = self.exchanges.finish()
         if fetched:
@@ -392,17 +323,13 @@ class Runtime:
         self.join_spreads()
         self.reducer.settle()
 
-    def drain(self) -> None:
-        """Wait until nothing is on its way."""
-        self.lanes.drain()
-
     # -- whole parameters --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def full_parameters(self, *, write: bool) -> Iterator[None]:
         """See :func:`thinwire.full_parameters`."""
         self.holds.gather_all()
-        written = None if self.shares is None else Written(self.sharded, self.shares)
+        written = None if self.shares is None else _Written(self.sharded, self.shares)
         try:
             with self.schedule.aside():
                 yield
@@ -413,6 +340,60 @@ class Runtime:
             self.holds.release_all()
             if self.masters is not None:
                 self.masters.follow_settings()
+
+
+class _Written:
+    """Detects changes of parameters, which have just been gathered, and carries them into the masters."""
+
+    def __init__(self, sharded: ShardedModel, shares: Mapping[str, ShardedParameter]) -> None:
+        self._sharded, self._shares = sharded, shares
+        computing = (p for unit in sharded.units for buffer in unit.buffers for p in buffer.parameters)
+        self._versions = {id(p): p._version for p in computing}
+        self._owned = {owned.fragment.slot.name: owned for owned in sharded.fragments}
+
+    def carry_over(self, *, keep: bool) -> None:
+        """Carry changes into the masters.
+
+        Raises:
+            UsageError: There are changes, and ``keep`` is false.
+        """
+        changes = {}
+        moved = {id(p) for unit in self._sharded.units for buffer in unit.buffers for p, _ in buffer.moved()}
+        for unit in self._sharded.units:
+            for name in (slot.name for buffer in unit.buffers for slot in buffer.layout.slots):
+                changed = self._changes(self._shares[name], unit, moved)
+                if changed is not None and not keep:
+                    raise UsageError(
+                        f"{name} was written inside full_parameters(model), which would lose the change: use "
+                        "full_parameters(model, write=True) on every rank"
+                    )
+                if changed is not None:
+                    changes[name] = changed
+        if not keep:
+            return
+        for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
+            share = self._shares[name]
+            if (changed := changes.get(name)) is not None:
+                compute, piece = share.live.compute_tensor.detach(), share.piece
+                piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
+            share.live.after_write()
+
+    def _changes(self, share: ShardedParameter, unit: Unit, moved: Set[int]) -> torch.Tensor | None:
+        """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected.
+        ``moved`` has the identities of the parameters whose ``data`` was assigned."""
+        compute = share.live.compute_tensor
+        counted = compute._version != self._versions[id(compute)] or id(compute) in moved
+        if not counted and not unit.sharded:
+            return None
+        piece = share.spec.cut(compute.detach())
+        # What ranks compute with; a codec may have left something else there than the masters.
+        owned = self._owned.get(share.spec.name) if unit.sharded else None
+        original = (share.piece.detach() if owned is None else owned.held).to(piece)
+        if original.data_ptr() == piece.data_ptr():  # the piece is the master, which has no other copy
+            changed = torch.full_like(piece, counted, dtype=torch.bool)
+        else:
+            changed = (piece != original) & ~(piece.isnan() & original.isnan())
+        return changed if counted or bool(changed.any()) else None
 
 
 def _exchanges(sharded: ShardedModel) -> Exchanges | None:
@@ -439,17 +420,8 @@ def _describer(runtime: Runtime) -> Callable[[], str]:
     return describe
 
 
-_RUNTIME = "_thinwire_runtime"
-
-
-def attach(model: nn.Module, runtime: Runtime) -> None:
-    """Store the runtime of a model."""
-    object.__setattr__(model, _RUNTIME, runtime)
-
-
-def detach(model: nn.Module) -> None:
-    """Remove the runtime of a model."""
-    object.__delattr__(model, _RUNTIME)
+RUNTIME: Final = "_thinwire_runtime"
+"""Attribute of a sharded model that holds its runtime."""
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -458,27 +430,9 @@ def runtime_of(model: nn.Module) -> Runtime:
     Raises:
         UsageError: The model is not sharded.
     """
-    runtime = getattr(model, _RUNTIME, None)
+    runtime = getattr(model, RUNTIME, None)
     if not isinstance(runtime, Runtime):
         raise UsageError(
             f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
         )
     return runtime
-
-
-def sharded_of(model: nn.Module) -> ShardedModel:
-    """The units of a sharded model, and what its ranks share.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
-    return runtime_of(model).sharded
-
-
-def plan_of(model: nn.Module) -> Plan:
-    """The plan of a sharded model.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
-    return runtime_of(model).plan

@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.program import HostLane
+from thinwire.program import Axis, HostLane, Lane
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
-from thinwire.sharding.runtime.live_parameter import ModelParameter
+from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
-from thinwire.sharding.runtime.tensor_collectives import ModelHolders
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.tensors.holders import Holders
 from thinwire.sharding.tensors.spec import ShareSpec
 
 _MANAGED = "_thinwire_share"
@@ -51,25 +51,22 @@ class ShardedParameters:
     def __init__(self, sharded: ShardedModel, masters: Masters, gradients: ShareGradients) -> None:
         self._sharded, self._masters, self._gradients = sharded, masters, gradients
         self.parameters: dict[str, ShardedParameter] = {}
-        spans: dict[str, tuple[int, int]] = {}
-        trained = ModelHolders(sharded, spans, trained=True)
-        frozen = ModelHolders(sharded, spans, trained=False)
+        trained, frozen = _holders(sharded, trained=True), _holders(sharded, trained=False)
         fragments = _by_name(sharded.fragments)
         for unit in sharded.units:
             parts = iter(sharded.gradients.get(unit.index, ()))
             for buffer in unit.buffers:
                 if buffer.layout.trainable:
-                    self._place_trained(unit, buffer, next(parts), fragments, trained, spans)
+                    self._place_trained(unit, buffer, next(parts), fragments, trained)
                 else:
-                    self._place_frozen(unit, buffer, frozen, spans)
+                    self._place_frozen(unit, buffer, frozen)
 
     def train(self, buffers: Iterable[tuple[Unit, FlatBuffer, UnitGradient]], owned: Iterable[OwnedFragment]) -> None:
         """Let the shares of frozen parameters, whose buffers have got masters, be those of trained ones. Of them, this
         rank has the ``owned`` fragments."""
-        spans: dict[str, tuple[int, int]] = {}
-        holders, fragments = ModelHolders(self._sharded, spans, trained=True), _by_name(owned)
+        holders, fragments = _holders(self._sharded, trained=True), _by_name(owned)
         for unit, buffer, part in buffers:
-            self._place_trained(unit, buffer, part, fragments, holders, spans)
+            self._place_trained(unit, buffer, part, fragments, holders)
             for slot, compute in buffer.named:
                 self.parameters[slot.name].requires_grad_(compute.requires_grad)  # others of the buffer stay frozen
 
@@ -79,8 +76,7 @@ class ShardedParameters:
         buffer: FlatBuffer,
         part: UnitGradient,
         fragments: dict[str, OwnedFragment],
-        holders: ModelHolders,
-        spans: dict[str, tuple[int, int]],
+        holders: Holders,
     ) -> None:
         of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(self._sharded.shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
@@ -94,20 +90,18 @@ class ShardedParameters:
             run = of_shard.get(slot.name)
             in_shard = slice(run.start, run.start + run.length) if run is not None else slice(0, 0)
             trained = TrainedParameter(unit.index, part.first_slot + index, part, index, mine, in_shard)
-            spans[slot.name] = (offset, piece.numel())
+            holders.spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
             self._add(
                 ModelParameter(self._masters, self._gradients, unit, compute, trained), piece, spec, requires_grad=True
             )
 
-    def _place_frozen(
-        self, unit: Unit, buffer: FlatBuffer, holders: ModelHolders, spans: dict[str, tuple[int, int]]
-    ) -> None:
+    def _place_frozen(self, unit: Unit, buffer: FlatBuffer, holders: Holders) -> None:
         pieces = {slot.name: (offset, run) for slot, offset, run in buffer.layout.pieces(self._sharded.shard)}
         for slot, compute in buffer.named:
             offset, run = pieces.get(slot.name, (0, None))
             length = 0 if run is None else run.length
-            spans[slot.name] = (offset, length)
+            holders.spans[slot.name] = (offset, length)
             spec = ShareSpec(slot.name, slot.shape, offset, length, holders)
             live = ModelParameter(self._masters, self._gradients, unit, compute, None)
             live.frozen_in = buffer
@@ -150,6 +144,18 @@ class ShardedParameters:
             vars(share).update(vars(live.compute_tensor))
         self.parameters[spec.name] = share
         object.__setattr__(live.compute_tensor, _MANAGED, share)
+
+
+def _holders(sharded: ShardedModel, *, trained: bool) -> Holders:
+    """The data-parallel ranks, as holders of the pieces of trained parameters, which are cut like the optimizer's
+    shares, or of frozen ones, which are cut like P."""
+    axes, data = sharded.axes, control(sharded.part.data.ranks)
+    params, shard, group = axes[Axis.PARAMS, Lane.REDUCE], axes[Axis.SHARD, Lane.REDUCE], axes[Axis.WORLD, Lane.CONTROL]
+    pieces = params.size * shard.size if trained else params.size
+    speaks = sharded.is_first_replica and (trained or shard.index == 0)
+    if sharded.world is None:
+        return Holders(pieces, group, group, torch.device("cpu"), data, speaks=speaks)
+    return Holders(pieces, group, sharded.world, sharded.device, data, speaks=speaks)
 
 
 def _by_name(fragments: Iterable[OwnedFragment]) -> dict[str, OwnedFragment]:

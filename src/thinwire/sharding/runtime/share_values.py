@@ -27,7 +27,10 @@ from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck
 from thinwire.sharding.tensors.operations import from_power_sums, power_sum
-from thinwire.sharding.tensors.parameter import ShardedParameter
+from thinwire.sharding.tensors.tensor import ShareTensor
+
+Share = Any
+"""The share of a parameter; its class depends on this module."""
 
 
 class Masters:
@@ -161,7 +164,7 @@ class Masters:
         # Inside of a backward, modules list the tensors that they compute with instead of shares.
         computing = {id(p) for unit in self.sharded.units for buffer in unit.buffers for p in buffer.parameters}
         for name, parameter in model.named_parameters():
-            managed = isinstance(parameter, ShardedParameter) or id(parameter) in computing or is_ignored(parameter)
+            managed = _is_share(parameter) or id(parameter) in computing or is_ignored(parameter)
             if parameter.requires_grad and not managed:
                 if is_wrapper(parameter):
                     raise UsageError(
@@ -176,6 +179,10 @@ class Masters:
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._tables = [*(module._modules for module in modules), *(module._parameters for module in modules)]
         self._held = _values(self._tables)
+
+
+def _is_share(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, ShareTensor) and parameter.live is not None and parameter.live.is_own(parameter)
 
 
 def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
@@ -225,7 +232,7 @@ class ShareGradients:
         self._copies = 1 if plan.grad_reduce == "mean" else plan.world  # of a gradient that every rank has, in a sum
         self._added: list[tuple[TrainedParameter, torch.Tensor]] = []  # of operations on shares, not merged yet
         self.parting: set[Callable[[], None]] = set()
-        self.shares: list[tuple[ShardedParameter, Mapping[int, Callable[[torch.Tensor], None]]]] = []
+        self.shares: list[tuple[Share, Mapping[int, Callable[[torch.Tensor], None]]]] = []
         self._norms: dict[float, dict[str, torch.Tensor]] = {}  # by order and name, until a gradient changes
 
     def after_backward(self) -> None:

@@ -12,9 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.memory import allocate
-from thinwire.collectives.topology import AxisGroup
+from thinwire.collectives.all_gather import gather_rows
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
 from thinwire.sharding.grads.reducer import Reducer
@@ -384,25 +382,6 @@ def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     plan; the caller adds up those of the blocks in fp64."""
     blocks = [block for values in gradients for block in values.view(-1).split(_BLOCK)]
     return list(torch._foreach_norm(blocks, 2, dtype=torch.float32)) if blocks else []
-
-
-def gather_rows(group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
-    """All-gather a row of each rank.
-
-    Args:
-        group: The ranks.
-        row: This rank's row, ``[k]``, on the host or on the group's device. All rows have one size and dtype.
-
-    Returns:
-        The rows, ``[ranks, k]``, in the order of the group.
-    """
-    if group.size == 1:
-        return row.reshape(1, -1)
-    table = allocate(group.size * row.numel(), row.dtype, row.device)
-    rows = table.view(group.size, -1)
-    rows[group.index].copy_(row)
-    all_gather(group, table).perform()
-    return rows
 
 
 def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[bytes]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from thinwire.errors import UsageError
+from thinwire.sharding.tensors.holders import Holders
 
 
 class NeedsWhole(UsageError):
@@ -28,30 +29,6 @@ class NeedsWhole(UsageError):
         return NeedsWhole, ()  # torch.distributed.checkpoint sends errors to other ranks
 
 
-class Holders(Protocol):
-    """The ranks that hold the pieces of a tensor.
-
-    Attributes:
-        pieces: Number of distinct pieces; 1 if every rank holds the whole tensor.
-    """
-
-    pieces: int
-
-    def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """Exchange the contributions of pieces to a reduction, ``[k]``, on the CPU or the device of the parameters:
-        float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once. Collective."""
-
-    def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """Gather the whole tensor, 1-D, from all pieces (contiguous, 1-D, any dtype), on the device of this rank's;
-        ``name`` is that of a parameter with the same cut. Collective."""
-
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Average a plain tensor over all ranks. Collective."""
-
-    def first(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's ``values``, which are uint8 on the CPU. Collective."""
-
-
 class Live(Protocol):
     """The runtime behind a share tensor that is a view of the runtime's memory."""
 
@@ -61,6 +38,7 @@ class Live(Protocol):
     def before_update(self, share: Any, *, loads: bool = False) -> Any:
         """Prepare for a change of a share's values that may be small against them, and ``loads`` if it may be a load;
         returns a share tensor over other memory that is to take its place, or ``None``. Collective."""
+        return None
 
     def before_write(self) -> None:
         """Prepare for a change of the piece."""
@@ -71,9 +49,10 @@ class Live(Protocol):
     def overflowed(self) -> None:
         """Take note that a gradient scaler has found the whole tensor, or another one, not to be finite."""
 
-    def norms(self, order: float) -> torch.Tensor | None:
+    def norms(self, _order: float) -> torch.Tensor | None:
         """Norm of the whole tensor from one exchange for many tensors, fp32, 0-D; ``None`` if the runtime has no such
         exchange. Collective."""
+        return None
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

@@ -2,7 +2,7 @@
 
 An operation that needs the whole tensor runs on a gathered copy, so its result may be a view of that copy. A
 :class:`ShareView` is such a result. It remembers the share tensor, because what is written to a view in torch is
-written to the tensor, as ``weight[padding_idx].zero_()`` does.
+written to the tensor, as ``weight[padding_idx].zero_()`` does. A :class:`StateEntry` is a parameter in a state dict.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ _OF_THE_VIEW: Final = frozenset(
      "swapdims_", "t_", "transpose_", "unsqueeze_")
 )  # fmt: skip
 """Names of functions that change a view and no values."""
+
+_OF_THE_ENTRY: Final = frozenset(("detach_", "requires_grad_", "share_memory_"))
+"""Names of functions that change no values of a parameter in a state dict."""
+
+_ALIASES: Final = (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+"""Functions whose result is another name of the same values."""
 
 _TupleIterator: Final[Any] = type(iter(()))
 
@@ -80,6 +86,48 @@ class ShareView(PlainCopies):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
+
+
+class StateEntry(PlainCopies):
+    """A parameter that every rank holds whole, as a state dict shows it. Its memory is a copy, which any program can
+    read and save. As in torch, what is written to it is written to the parameter, as averages of other libraries do.
+
+    Attributes:
+        share: The parameter.
+    """
+
+    share: Any
+
+    @classmethod
+    def of(cls, share: Any, values: torch.Tensor) -> StateEntry:
+        """Show the whole values of a parameter, of which every rank holds all."""
+        entry = values.as_subclass(cls)
+        entry.share = share
+        return entry
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        changed = [one for one in changed_tensors(func, args, kwargs) if isinstance(one, cls)]
+        if changed and getattr(func, "__name__", "") not in _OF_THE_ENTRY:
+            ids = {id(entry) for entry in changed}
+            args, kwargs = replaced(cls, lambda one: one.share if id(one) in ids else one._plain(), (args, kwargs))
+            result = func(*args, **kwargs)
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for entry in changed:
+                    entry.copy_(entry.share.full_tensor())
+            return next((entry for entry in changed if entry.share is result), result)
+        if not {cls, torch.Tensor}.issuperset(types):
+            args, kwargs = replaced(cls, cls._plain, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func in _ALIASES:
+                return cls.of(args[0].share, result)
+            entries = [one for one in tensors_among((args, kwargs)) if isinstance(one, cls)]
+            return with_views(result, [(entry.share, entry) for entry in entries])
 
 
 def with_views(result: Any, wholes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:

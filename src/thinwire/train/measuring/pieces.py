@@ -76,7 +76,7 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     def run(count: int) -> None:
         for batch in itertools.islice(endless, count):
             cross_entropy(model(batch).logits, batch).backward()
-        runtime.drain()
+        runtime.lanes.drain()
 
     def steps(count: int) -> None:
         for _ in range(count):

@@ -1,4 +1,5 @@
-"""What stands behind the share of one parameter: its masters, its gradient, its compute tensor."""
+"""The share tensor that represents a parameter outside of forward and backward, and what stands behind it: its masters,
+its gradient, its compute tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -17,20 +18,104 @@ from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
-from thinwire.sharding.tensors.parameter import GradientHook, LiveParameter, ShardedParameter
-from thinwire.sharding.tensors.spec import Live
+from thinwire.sharding.tensors.spec import Live, ShareSpec
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 _TORCHS_GRAD: Any = torch.Tensor.grad
 """torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
+
+_TORCHS_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 _LOADS = 2
 """Copies of plain values to a frozen parameter that may be loads: at the beginning, and of the best weights in the end.
 Further ones are results of updates."""
 
 
-class ModelParameter(LiveParameter):
-    """Connects the share of one parameter to the runtime."""
+class ShardedParameter(ShareTensor):
+    """This rank's share of one parameter of a sharded model; ``isinstance(p, nn.Parameter)`` holds.
+
+    ``p.grad`` is this rank's share of the combined gradient. It is available after the backward of a step's last
+    micro-batch, and ``None`` if no rank used the parameter. A write to ``p`` (``copy_``, ``p.data = ...``, an
+    optimizer's update) reaches the other ranks before the next forward.
+
+    The piece has the elements that this rank owns, 1-D, fp32; for a frozen parameter, those that it holds, in compute
+    dtype.
+    """
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedParameter],
+        piece: torch.Tensor | Callable[[], torch.Tensor],
+        spec: ShareSpec,
+        live: ModelParameter,
+        *,
+        requires_grad: bool,
+        like: torch.Tensor | None = None,
+    ) -> ShardedParameter:
+        share = cast(
+            ShardedParameter, ShareTensor.__new__(cls, piece, spec, like=like, live=live, requires_grad=requires_grad)
+        )
+        share._is_param = True  # as in nn.Parameter's own subclasses of Tensor
+        return share
+
+    @property
+    def grad(self) -> ShareTensor | None:
+        """This rank's share of the combined gradient, or ``None``."""
+        return self.live.gradient()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.live.set_gradient(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.live.set_gradient(None)
+
+    @property
+    def live(self) -> ModelParameter:
+        """The runtime."""
+        return cast(ModelParameter, self.memory.live)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are computed."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(bool, _TORCHS_REQUIRES_GRAD.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.requires_grad_(wanted)
+
+    def requires_grad_(self, mode: bool = True) -> ShardedParameter:
+        """Freeze the parameter, or train it. Collective if it was frozen when the model was sharded, and is trained for
+        the first time."""
+        self.live.train(wanted=mode)
+        with torch._C.DisableTorchFunctionSubclass():
+            _TORCHS_REQUIRES_GRAD.__set__(self, mode)
+        return self
+
+    def register_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients. As in
+        torch, it is the sum of all uses, those outside of the forward included."""
+        handle: RemovableHandle = self.live.compute_tensor.register_hook(hook)
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter after a step's last backward, when ranks have combined the gradient."""
+        handle = RemovableHandle(self.live.hooks)
+        self.live.hooks[handle.id] = hook
+        return handle
+
+
+class ModelParameter(Live):
+    """Connects the share of one parameter to the runtime.
+
+    Attributes:
+        compute_tensor: Tensor that the parameter's module computes with inside passes.
+        hooks: What waits for the combined gradient.
+    """
 
     share: ShardedParameter
     stored: StoredPiece | None = None
@@ -81,11 +166,6 @@ class ModelParameter(LiveParameter):
     def overflowed(self) -> None:
         """Nothing depends on it."""
 
-    def norms(self, order: float) -> torch.Tensor | None:
-        """No exchange for many values."""
-        del order
-        return None
-
     def compute(self, share: ShareTensor, dtypes: set[torch.dtype]) -> torch.Tensor:
         """The whole parameter, for an operation that needs it. Collective.
 
@@ -110,6 +190,7 @@ class ModelParameter(LiveParameter):
     # -- the gradient ------------------------------------------------------------------------------------------
 
     def gradient(self) -> ShareTensor | None:
+        """The gradient, or ``None``."""
         if self.trained is None or not self.gradients.exists(self.trained):
             return None
         return self.held_gradient if self.held_gradient is not None else self._hold_gradient(self.trained)
@@ -143,6 +224,7 @@ class ModelParameter(LiveParameter):
             held.part()
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
+        """Replace the gradient, or drop it if ``value`` is ``None``."""
         trained = self.trained
         if trained is None:
             if value is not None:
@@ -189,21 +271,11 @@ class ModelParameter(LiveParameter):
         piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
         self.gradients.add(self.trained, piece.detach().clone())
 
-    # -- settings and hooks ------------------------------------------------------------------------------------
-
     def train(self, *, wanted: bool) -> None:
+        """Set whether gradients are computed."""
         if self.trained is None:
             self.masters.want(self.share.spec.name, wanted=wanted)
         self.compute_tensor.requires_grad_(wanted)
-
-    def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
-        handle: RemovableHandle = self.compute_tensor.register_hook(hook)
-        return handle
-
-    def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        handle = RemovableHandle(self.hooks)
-        self.hooks[handle.id] = hook
-        return handle
 
 
 class _LiveGradient(Live):
@@ -215,9 +287,6 @@ class _LiveGradient(Live):
 
     def is_own(self, share: ShareTensor) -> bool:
         return share is self._parameter.held_gradient
-
-    def before_update(self, share: ShareTensor, *, loads: bool = False) -> None:
-        """A gradient keeps its memory."""
 
     def before_write(self) -> None:
         self._parameter.gradient_piece()
