@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.lanes.home import HomeStream
+from thinwire.sharding.lanes.lanes import HomeStream
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.params.param_group import State, Unit
 from thinwire.sharding.params.unready import is_plain
