@@ -13,10 +13,9 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
-from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.buckets import Bucket, cut
 from thinwire.sharding.grads.error_feedback import ErrorFeedback
-from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan

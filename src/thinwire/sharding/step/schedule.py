@@ -34,8 +34,7 @@ from thinwire.program import (
     lower,
 )
 from thinwire.program.gathers import Retention, retention
-from thinwire.sharding.grads.reducer import Turns
-from thinwire.sharding.grads.turns import ReductionTurn, reduction_turns
+from thinwire.sharding.grads.reducer import ReductionTurn, Turns, reduction_turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.spec import Plan
 
