@@ -85,7 +85,7 @@ class Reductions:
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
-        self.feedback = ErrorFeedback(plan, gradients, groups)
+        self.feedback, self._keeps_errors = ErrorFeedback(plan, gradients, groups), plan.wire.error_feedback > 0
 
     def recut(self) -> None:
         """Cut buckets anew, because units have further gradients."""
@@ -216,7 +216,7 @@ class Reductions:
             accumulate=accumulate,
             sizes=list(chunk.sizes),
             codecs=codecs,
-            residual=self.feedback.of_scatter(axis, bucket, number, codecs),
+            residual=self.feedback.of_scatter(axis, bucket, number, codecs) if self._keeps_errors else None,
             seed=self._seeds.next(),
         )
         moves = moves if then is None else moves.then(then)
@@ -261,7 +261,7 @@ class Reductions:
             scale=topology.scale(group.size),
             accumulate=accumulates,
             codecs=codecs,
-            feedback=self.feedback.of_sync(bucket, number, codecs),
+            feedback=self.feedback.of_sync(bucket, number, codecs) if self._keeps_errors else None,
             seed=self._seeds.next(),
         )
         moves = moves if deliver is None else moves.then(deliver)
