@@ -109,14 +109,12 @@ class Reductions:
             goes_on: Whether another reduction continues with the result.
         """
         bucket = self._bucket(operation)
-        if operation.axis is Axis.PARAMS:
-            moves = self._over_params(bucket, operation.chunk)
-        elif operation.axis is Axis.REPLICA:
+        if operation.axis is Axis.REPLICA:
             moves = self._synchronise(bucket, operation.chunk)
-        elif goes_on and not self._topology.scatter_always:
+        elif operation.axis is Axis.SHARD and goes_on and not self._topology.scatter_always:
             moves = self._scatter(bucket, operation.chunk)
         else:
-            moves = self._scatter_into_owned(bucket, operation.chunk)
+            moves = self._accumulate(operation.axis, bucket, operation.chunk)
         return moves, self._load(operation, bucket)
 
     def finish(self, units: Sequence[int], *, last: bool) -> None:
@@ -149,14 +147,17 @@ class Reductions:
 
     # -- the three axes ----------------------------------------------------------------------------------------
 
-    def _over_params(self, bucket: Bucket, number: int) -> Moves:
-        """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
-        ways, parts = self._ways, bucket.chunks[number].spans
-        adds = [self._claim(Axis.PARAMS, part, bucket) for part in parts]
-        staged = {part: ways[part].staged for part in parts}
-        shards = {part: ways[part].shard for part in parts}
-        place = bucket.place_of_sums(number, self._groups[Axis.PARAMS].index, shards, adds)
-        return self._reduce(Axis.PARAMS, bucket, number, staged, *place)
+    def _accumulate(self, axis: Axis, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk into what gradients accumulate in: the micro-batch's over the ranks that share P, into
+        P-shard gradients; or these over the shard axis, into the gradients of the optimizer shares."""
+        parts, ways = bucket.chunks[number].spans, self._ways
+        adds = [self._claim(axis, part, bucket) for part in parts]
+        if axis is Axis.PARAMS:
+            sources, targets = {p: ways[p].staged for p in parts}, {p: ways[p].shard for p in parts}
+        else:
+            sources, targets = {p: ways[p].shard for p in parts}, {p: ways[p].share for p in parts}
+        place = bucket.place_of_sums(number, self._groups[axis].index, targets, adds)
+        return self._reduce(axis, bucket, number, sources, *place)
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
@@ -175,15 +176,6 @@ class Reductions:
         then = zero_padding if chunk.begin < numel == end < vector.numel() else None
         shards = {part: self._ways[part].shard for part in chunk.spans}
         return self._reduce(Axis.SHARD, bucket, number, shards, vector[chunk.begin : end], False, then)
-
-    def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
-        """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
-        parts = bucket.chunks[number].spans
-        shards = {part: self._ways[part].shard for part in parts}
-        adds = [self._claim(Axis.SHARD, part, bucket) for part in parts]
-        owned = {part: part.owned.values for part in parts}
-        place = bucket.place_of_sums(number, self._groups[Axis.SHARD].index, owned, adds)
-        return self._reduce(Axis.SHARD, bucket, number, shards, *place)
 
     def _reduce(
         self,

@@ -13,8 +13,9 @@ that reaches only parameters without hooks is found by the next step, or by the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, NoReturn, cast
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -29,8 +30,9 @@ from thinwire.sharding.params.param_group import State, Unit
 from thinwire.sharding.params.unready import is_plain
 from thinwire.sharding.step.passes import Delivery, Pass, Passes
 
-NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-"""Keeps a function, and everything that it calls, out of compiled graphs."""
+_NOT_COMPILED: Final = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _STEADY: Final = 2
 """Backwards in a row in which the same parameter must come last before the others lose their hooks."""
@@ -40,6 +42,15 @@ _gradient_of: Final = cast(Any, torch._C.TensorBase.grad).__get__
 
 _DENSE: Final = {torch.Tensor}
 """Types of gradients that are taken at once."""
+
+
+def outside_compile(hook: Hook) -> Hook:
+    """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
+    storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
+    code = cast(FunctionType, hook)
+    set_code_exec_strategy(code.__code__, _NOT_COMPILED)
+    code._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
 
 
 class Deliveries(Delivery):
@@ -99,6 +110,7 @@ class Deliveries(Delivery):
         # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
         alive = weakref.ref(self)
 
+        @outside_compile
         def hook(parameter: torch.Tensor) -> None:
             if (unit := alive()) is None:
                 return
@@ -120,9 +132,6 @@ class Deliveries(Delivery):
             elif parameter.grad is not None:
                 unit._take_one(slot, parameter)
 
-        # As torch.compiler.disable, whose wrapper adds half a microsecond to every call.
-        set_code_exec_strategy(hook.__code__, NOT_COMPILED)
-        hook._torchdynamo_disable = True  # type: ignore[attr-defined]
         parameter = self._parameters[slot]
         is_frozen = not parameter.requires_grad  # by the user, for a while; torch takes no hook then
         if is_frozen:
