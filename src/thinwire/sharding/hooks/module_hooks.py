@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
-from thinwire.sharding.hooks.grad_hooks import Deliveries, outside_compile
-from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
+from thinwire.sharding.hooks.parameter_hooks import Deliveries, outside_compile, refuse_copy, watch_reads
 from thinwire.sharding.lanes.lanes import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
