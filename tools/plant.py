@@ -49,8 +49,8 @@ VISITS: Final = {"visit"}
 _IDLE: Final = '__import__("contextlib").nullcontext(False)'
 
 EXTRA: Final = (
-    ("sharding/lanes/stream_workers.py", "_StreamTicket.__init__", "_after = body, tuple(", "_after = nothing, tuple("),
-    ("sharding/lanes/stream_workers.py", "_StreamTicket.__init__", "= body, tuple(after)", "= body, ()"),
+    ("sharding/lanes/workers.py", "_StreamTicket.__init__", "_after = body, tuple(", "_after = nothing, tuple("),
+    ("sharding/lanes/workers.py", "_StreamTicket.__init__", "= body, tuple(after)", "= body, ()"),
     ("intercept/queued.py", "QueuedWork.wait", "        if current == self._caller:\n", "        if True:\n"),
     ("intercept/queued.py", "StreamQueue.perform", "            self._flying.append((event, used))\n", ""),
 )
@@ -67,7 +67,7 @@ INTERCEPT: Final = (
 
 TESTS: Final = (
     ("sharding/islands/lighthouse.py", ("sharding/islands/test_faults.py",)),
-    ("sharding/lanes/thread_workers.py", ("sharding/lanes/test_lanes.py", "testing/test_delays.py")),
+    ("sharding/lanes/workers.py: _ThreadTicket", ("sharding/lanes/test_lanes.py", "testing/test_delays.py")),
     ("sharding/", None),
     ("intercept/queued.py", None),
     ("intercept/works.py", ("intercept/test_works.py", "intercept/test_streams.py")),
@@ -82,7 +82,7 @@ TESTS: Final = (
         ("sharding/checkpointing/test_saving.py", "checkpoint/test_store.py", "sharding/lanes/test_streams.py"),
     ),
 )
-"""Tests that should notice, by the beginning of the file's name; the first that fits counts. None stands for those of
+"""Tests that should notice, by the beginning of the fault's name; the first that fits counts. None stands for those of
 ``tools/planting.py``."""
 
 _ABOUT_WAITS: Final = (
@@ -244,7 +244,7 @@ def check(plant: Plant, before: str = "") -> str:
         plant: The fault.
         before: The result of an earlier run, whose test comes first.
     """
-    tests = next(tests for start, tests in TESTS if plant.file.startswith(start))
+    tests = next(tests for start, tests in TESTS if plant.name.startswith(start))
     if tests is not None:
         first = before.removeprefix("tests/").split(" ")[0]
         return check_copy(plant, (first, *tests) if first.startswith(tests) else tests)

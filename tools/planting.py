@@ -90,7 +90,7 @@ CASES: Final[dict[str, list[Case]]] = {
     ],
     "sharding/tensors/": [(shares.test_a_sum_that_a_rank_joins_late_arrives, ())],
     "sharding/runtime/": [*_STEPS, *_EXCHANGES],
-    "sharding/lanes/late.py": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
+    "sharding/lanes/lanes.py: read_later": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/lanes/": [
         (streams.test_a_drained_worker_has_nothing_left_to_do, ()),
         (streams.test_who_waits_for_the_last_hop_releases_the_memory_of_all, ()),
@@ -109,7 +109,8 @@ CASES: Final[dict[str, list[Case]]] = {
         (intercept.test_ddp_and_fsdp_on_streams, ("never",)),
     ],
 }
-"""Tests and their arguments, by the beginning of the file's name; ``Path`` stands for an empty directory."""
+"""Tests and their arguments, by the beginning of the file's name and the function's; ``Path`` stands for an empty
+directory."""
 
 
 def swap(file: str, function: str, text: str) -> None:
@@ -191,7 +192,7 @@ def first_that_fails(file: str, function: str, text: str, original: str, before:
     Raises:
         RuntimeError: The test does not finish without the fault either: the machine is too busy to tell.
     """
-    cases = next(cases for start, cases in CASES.items() if file.startswith(start))
+    cases = next(cases for start, cases in CASES.items() if f"{file}: {function}".startswith(start))
     run = RankPool.run
 
     def run_briefly(pool: RankPool, *args: Any, timeout: float = _SECONDS, **options: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -213,7 +212,7 @@ def test_a_model_that_is_sharded_under_inference_mode_trains(name: str) -> None:
     assert gap(whole(model), list(build(Stack).parameters())) > 1e-4
 
 
-# -- stale graphs, hooks of the user's -------------------------------------------------------------------------
+# -- stale graphs -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -232,45 +231,3 @@ def test_a_graph_from_before_a_step_is_refused_by_torch(plans: Sequence[str]) ->
         loss_of(model, 2).backward()
         optim.step()
         assert gap(whole(model), list(alone(Stack, (0, 2)).parameters())) <= TOLERANCE
-
-
-def hook_gradients(model: nn.Module, seen: list[float]) -> None:
-    """Scales one gradient, masks another, looks at a third and at an activation's."""
-    model.first.weight.register_hook(lambda grad: grad * 0.5)
-    model.blocks[1].up.weight.register_hook(lambda grad: grad * (grad > 0))
-    model.last.bias.register_hook(lambda grad: seen.append(float(grad.norm())))
-    model.blocks[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2.0,))
-    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 1.0,))
-    model.blocks[0].register_forward_hook(lambda module, args, output: output * 1.5)
-
-
-@pytest.mark.slow
-@over_plans
-@on_ranks(4)
-def test_hooks_of_the_user(plans: Sequence[str]) -> None:
-    for early in (True, False):
-        for name in plans:
-            seen: list[float] = []
-            reference = build(Stack)
-            hook_gradients(reference, [])
-            # Masks depend on each rank's own gradient, so every rank sees the same data here.
-            own = torch.optim.AdamW(reference.parameters(), **ADAMW)
-            x = samples(0, 1, 4)[0, 0]
-            for _ in range(2):
-                reference(x).square().mean().backward()
-                own.step()
-                own.zero_grad()
-            raw = build(Stack)
-            if early:
-                hook_gradients(raw, seen)
-            model = tw.shard(raw, plan(name))
-            if not early:
-                hook_gradients(model, seen)
-            optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
-            for _ in range(2):
-                model(x).square().mean().backward()
-                optim.step()
-                optim.zero_grad()
-            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, name
-            assert len(seen) == 2
-            assert all(math.isfinite(norm) for norm in seen)

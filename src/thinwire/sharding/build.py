@@ -30,8 +30,8 @@ from thinwire.sharding.checks import (
     place_on,
     refuse_shared_memory,
 )
-from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
-from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
+from thinwire.sharding.grads.host_memory import HostAccumulator
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes, Load
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.errors import UsageError
 from thinwire.sharding.build import build
 from thinwire.sharding.hooks.module_hooks import as_forward
-from thinwire.sharding.hooks.parameter_access import IN_PLACE, remove_table
+from thinwire.sharding.hooks.parameter_hooks import IN_PLACE, remove_table
 from thinwire.sharding.memory.initial import husk
 from thinwire.sharding.modules.discover import Selection, ignore, is_ignored
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper, rebuilt, with_codes

@@ -19,8 +19,7 @@ from unittest import mock
 import torch
 
 from thinwire.collectives.links.streams import CudaStreams, Streams, replace_streams
-from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Body, Ticket
+from thinwire.sharding.lanes.workers import Body, ThreadWorker, Ticket
 
 Place = Literal["lanes", "home"]
 """What is late: the bodies of lanes, or the computation that goes on after it has given a lane something to do."""

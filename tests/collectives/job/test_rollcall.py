@@ -31,8 +31,7 @@ from thinwire.collectives.job.rollcall import (
     place_key,
 )
 from thinwire.errors import MismatchError
-from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Recorder
+from thinwire.sharding.lanes.workers import Recorder, ThreadWorker
 from thinwire.testing import RankPool
 
 pytestmark = pytest.mark.ranks

@@ -20,8 +20,7 @@ from thinwire.cli.main import app
 from thinwire.parallel import ParallelModel
 from thinwire.plan.after.culprit import measured_parts, slow_stretch
 from thinwire.record import read_run
-from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Body, Ticket
+from thinwire.sharding.lanes.workers import Body, ThreadWorker, Ticket
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe

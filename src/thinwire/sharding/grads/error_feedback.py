@@ -30,7 +30,7 @@ element in the tensor, length."""
 
 
 class ErrorFeedback:
-    """Rounding errors of this rank's messages, by bucket.
+    """Rounding errors of this rank's messages, by bucket. Only plans with ``wire.error_feedback`` ask for them.
 
     Args:
         plan: The plan.
@@ -60,22 +60,22 @@ class ErrorFeedback:
             codecs: Codecs of the hops.
 
         Returns:
-            The errors; ``None`` without error feedback or with lossless codecs.
+            The errors; ``None`` with lossless codecs.
         """
         return self._residual(str(axis), bucket, number) if self._loses(self._groups[axis], codecs) else None
 
-    def of_sync(self, bucket: Bucket, number: int, codecs: HopCodecs) -> Feedback:
+    def of_sync(self, bucket: Bucket, number: int, codecs: HopCodecs) -> Feedback | None:
         """Rounding errors so far of an all-reduce over the replicas; see :meth:`of_scatter` for the arguments."""
         group = self._groups[Axis.REPLICA]
         if not self._loses(group, codecs):
-            return Feedback()
+            return None
         sums = self._residual(_SUM, bucket, number) if group.size > 2 else None
         return Feedback(self._residual(str(Axis.REPLICA), bucket, number), sums)
 
     def _loses(self, group: AxisGroup, codecs: HopCodecs) -> bool:
-        """Whether the last hop along an axis rounds, and its errors are kept."""
+        """Whether the last hop along an axis rounds."""
         codec = codecs.across if group.nodes > 1 else codecs.inside
-        return self._plan.wire.error_feedback > 0 and codec is not None and not codec.spec.is_lossless
+        return codec is not None and not codec.spec.is_lossless
 
     def _residual(self, what: str, bucket: Bucket, number: int) -> Residual | None:
         """Rounding errors of a chunk."""

@@ -1,8 +1,14 @@
-"""Memory that batches of units pass through on their way between the host and the device."""
+"""What lives on the host and visits the device: gradients, and batches of units on their way to an update and back.
+
+A gradient of the host visits the device while a backward adds to it: its values come up before the first addition, and
+go down once its unit takes part in no later reduction of the micro-batch. Its memory on the device is allocated for the
+visit only, so that a rank's gradients are on the device a few units at a time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +16,109 @@ from typing import Final, Protocol, final
 
 import torch
 
-from thinwire.program import Axis
-from thinwire.sharding.grads.accumulators import Accumulator
-from thinwire.sharding.lanes.lanes import Load, Ticket
+from thinwire.program import Axis, HostLane
+from thinwire.sharding.grads.unit_gradient import Accumulator
+from thinwire.sharding.lanes.lanes import Lanes, Load, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 
 _ALIGNED: Final = 256
 """Bytes at whose multiples what is copied as one begins."""
+
+
+class _Visit(enum.Enum):
+    """Where the values of a buffer of the host are."""
+
+    AWAY = "away"
+    COMING = "coming"
+    HERE = "here"
+    LEAVING = "leaving"
+
+
+@final
+class HostAccumulator(Accumulator):
+    """A buffer of the host.
+
+    Args:
+        memory: 1-D tensor of the host.
+        device: Device of the model.
+        lanes: Lanes of the model.
+        load: Description of the data, for timelines.
+    """
+
+    def __init__(self, memory: torch.Tensor, device: torch.device, lanes: Lanes, load: Load) -> None:
+        self.memory, self.device = memory, device
+        self.shown, self.empty = None, True
+        self._lanes, self._load = lanes, load
+        self._visiting = torch.empty(memory.numel(), dtype=memory.dtype, device=device)
+        self._storage, self._nbytes = self._visiting.untyped_storage(), memory.nbytes
+        self._storage.resize_(0)
+        self._visit, self._tickets = _Visit.AWAY, list[Ticket]()
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        if self._visit is _Visit.AWAY:
+            self._begin_visit()
+        if self._visit is not _Visit.HERE:
+            self._await_tickets()
+            self._visit = _Visit.HERE
+        return self._visiting
+
+    @property
+    def kept(self) -> torch.Tensor:  # type: ignore[override]
+        self.go_down(())
+        self.leave()
+        self._lanes.settle(HostLane.DOWN)
+        return self.memory
+
+    def claim(self) -> bool:
+        _ = self.values  # they come up as long as there are any
+        return super().claim()
+
+    @property
+    def visits(self) -> bool:
+        """Whether the buffer has memory on the device."""
+        return self._visit is not _Visit.AWAY
+
+    def come_up(self) -> None:
+        if self._visit is _Visit.AWAY and not self.empty:
+            self._begin_visit()
+
+    def _begin_visit(self) -> None:
+        self._storage.resize_(self._nbytes)
+        self._visit = _Visit.COMING
+        if not self.empty:
+            self._tickets.append(self._lanes.submit(HostLane.UP, self._copy_up, load=self._load))
+
+    def go_down(self, after: Sequence[Ticket]) -> None:
+        """Let the values go down, if they are on the device.
+
+        Args:
+            after: Tickets of the reductions that read or write them.
+        """
+        if self._visit not in (_Visit.COMING, _Visit.HERE):
+            return
+        after = [*self._tickets, *after]
+        if self._visit is _Visit.HERE and not self.empty:
+            after = [self._lanes.submit(HostLane.DOWN, self._copy_down, after=after, load=self._load)]
+        self._visit, self._tickets = _Visit.LEAVING, list(after)
+
+    def leave(self) -> None:
+        """Let computation wait until the values have gone down, and free their memory on the device."""
+        if self._visit is _Visit.LEAVING:
+            self._await_tickets()
+            self._storage.resize_(0)
+            self._visit = _Visit.AWAY
+
+    def _await_tickets(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets.clear()
+
+    def _copy_up(self) -> None:
+        self._visiting.copy_(self.memory, non_blocking=True)
+
+    def _copy_down(self) -> None:
+        self._lanes.send(self._visiting, self.memory)
 
 
 @dataclass

@@ -18,8 +18,17 @@ from dataclasses import dataclass, field
 import torch
 
 from thinwire.program import AHEAD, SLOTS, HostLane
-from thinwire.sharding.grads.accumulators import HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Slot, Staged, UpdateSteps, carved, load_of, master_of, room
+from thinwire.sharding.grads.host_memory import (
+    HostAccumulator,
+    Ring,
+    Slot,
+    Staged,
+    UpdateSteps,
+    carved,
+    load_of,
+    master_of,
+    room,
+)
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket

@@ -19,9 +19,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from thinwire.collectives.job.threads import threads_of_updates
 from thinwire.program import AHEAD, SLOTS, HostLane
-from thinwire.sharding.grads.accumulators import Accumulator, HostAccumulator
-from thinwire.sharding.grads.host_memory import Ring, Staged, UpdateSteps, carved, load_of, master_of
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.host_memory import HostAccumulator, Ring, Staged, UpdateSteps, carved, load_of, master_of
+from thinwire.sharding.grads.unit_gradient import Accumulator, UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.param_group import Unit
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.memory.layout import Fragment
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.param_group import Unit
 
 
 @dataclass(frozen=True)
@@ -48,27 +46,15 @@ class OwnedFragment:
         return owned.shown[self.begin : self.begin + self.grad.numel()].view(self.grad.shape)
 
 
-def own_fragments(
-    units: Iterable[Unit], gradients: Mapping[int, Sequence[UnitGradient]], shard: int, share: int
-) -> list[OwnedFragment]:
-    """List every fragment in a rank's shares, with views of its master values and its gradient.
+def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
+    """The fragments of a trained buffer in a rank's share, with views of their master values and gradients.
 
     Args:
-        units: Units of the model.
-        gradients: Gradients by unit.
+        buffer: The buffer.
+        part: Its gradient.
         shard: Index of the P shard that the rank holds.
         share: Index of the share of this shard that the rank updates.
     """
-    owned = []
-    for unit in units:
-        trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
-        for buffer, part in zip(trained, gradients.get(unit.index, ()), strict=True):
-            owned += fragments_of(buffer, part, shard, share)
-    return owned
-
-
-def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
-    """The fragments of one trained buffer; see :func:`own_fragments`."""
     owned, position = [], 0
     for run in buffer.shares[share]:
         for fragment in buffer.layout.fragments(shard, [run]):

@@ -13,10 +13,9 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
-from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.grads.buckets import Bucket, cut
 from thinwire.sharding.grads.error_feedback import ErrorFeedback
-from thinwire.sharding.grads.unit_gradient import ReductionConfig, UnitGradient
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
 from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.seeds import Seeds
 from thinwire.spec import Plan
@@ -86,7 +85,7 @@ class Reductions:
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
-        self.feedback = ErrorFeedback(plan, gradients, groups)
+        self.feedback, self._keeps_errors = ErrorFeedback(plan, gradients, groups), plan.wire.error_feedback > 0
 
     def recut(self) -> None:
         """Cut buckets anew, because units have further gradients."""
@@ -110,14 +109,12 @@ class Reductions:
             goes_on: Whether another reduction continues with the result.
         """
         bucket = self._bucket(operation)
-        if operation.axis is Axis.PARAMS:
-            moves = self._over_params(bucket, operation.chunk)
-        elif operation.axis is Axis.REPLICA:
+        if operation.axis is Axis.REPLICA:
             moves = self._synchronise(bucket, operation.chunk)
-        elif goes_on and not self._topology.scatter_always:
+        elif operation.axis is Axis.SHARD and goes_on and not self._topology.scatter_always:
             moves = self._scatter(bucket, operation.chunk)
         else:
-            moves = self._scatter_into_owned(bucket, operation.chunk)
+            moves = self._accumulate(operation.axis, bucket, operation.chunk)
         return moves, self._load(operation, bucket)
 
     def finish(self, units: Sequence[int], *, last: bool) -> None:
@@ -150,14 +147,17 @@ class Reductions:
 
     # -- the three axes ----------------------------------------------------------------------------------------
 
-    def _over_params(self, bucket: Bucket, number: int) -> Moves:
-        """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
-        ways, parts = self._ways, bucket.chunks[number].spans
-        adds = [self._claim(Axis.PARAMS, part, bucket) for part in parts]
-        staged = {part: ways[part].staged for part in parts}
-        shards = {part: ways[part].shard for part in parts}
-        place = bucket.place_of_sums(number, self._groups[Axis.PARAMS].index, shards, adds)
-        return self._reduce(Axis.PARAMS, bucket, number, staged, *place)
+    def _accumulate(self, axis: Axis, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk into what gradients accumulate in: the micro-batch's over the ranks that share P, into
+        P-shard gradients; or these over the shard axis, into the gradients of the optimizer shares."""
+        parts, ways = bucket.chunks[number].spans, self._ways
+        adds = [self._claim(axis, part, bucket) for part in parts]
+        if axis is Axis.PARAMS:
+            sources, targets = {p: ways[p].staged for p in parts}, {p: ways[p].shard for p in parts}
+        else:
+            sources, targets = {p: ways[p].shard for p in parts}, {p: ways[p].share for p in parts}
+        place = bucket.place_of_sums(number, self._groups[axis].index, targets, adds)
+        return self._reduce(axis, bucket, number, sources, *place)
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
@@ -176,15 +176,6 @@ class Reductions:
         then = zero_padding if chunk.begin < numel == end < vector.numel() else None
         shards = {part: self._ways[part].shard for part in chunk.spans}
         return self._reduce(Axis.SHARD, bucket, number, shards, vector[chunk.begin : end], False, then)
-
-    def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
-        """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
-        parts = bucket.chunks[number].spans
-        shards = {part: self._ways[part].shard for part in parts}
-        adds = [self._claim(Axis.SHARD, part, bucket) for part in parts]
-        owned = {part: part.owned.values for part in parts}
-        place = bucket.place_of_sums(number, self._groups[Axis.SHARD].index, owned, adds)
-        return self._reduce(Axis.SHARD, bucket, number, shards, *place)
 
     def _reduce(
         self,
@@ -217,7 +208,7 @@ class Reductions:
             accumulate=accumulate,
             sizes=list(chunk.sizes),
             codecs=codecs,
-            residual=self.feedback.of_scatter(axis, bucket, number, codecs),
+            residual=self.feedback.of_scatter(axis, bucket, number, codecs) if self._keeps_errors else None,
             seed=self._seeds.next(),
         )
         moves = moves if then is None else moves.then(then)
@@ -262,7 +253,7 @@ class Reductions:
             scale=topology.scale(group.size),
             accumulate=accumulates,
             codecs=codecs,
-            feedback=self.feedback.of_sync(bucket, number, codecs),
+            feedback=self.feedback.of_sync(bucket, number, codecs) if self._keeps_errors else None,
             seed=self._seeds.next(),
         )
         moves = moves if deliver is None else moves.then(deliver)

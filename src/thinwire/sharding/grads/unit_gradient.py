@@ -25,7 +25,6 @@ import torch
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_shape
-from thinwire.sharding.grads.accumulators import Accumulator
 from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan
 
@@ -34,6 +33,35 @@ _CONVERTED: Final = 1 << 20
 
 _TOGETHER: Final = 256 << 10
 """Most bytes of a buffer whose gradients wait for each other on a processor, where a larger one's would take memory."""
+
+
+class Accumulator:
+    """A buffer that keeps track of whether it is empty.
+
+    Args:
+        memory: 1-D tensor; its content is undefined while the accumulator is ``empty``.
+
+    Attributes:
+        memory: Where the values live between backwards.
+        values: The values on the device, for whoever adds to them inside of a backward.
+        kept: The values where they live, for whoever reads or writes them outside of a backward.
+        shown: A copy of the values that the optimizer reads; ``None`` if it reads ``memory``.
+        device: Device on which gradients are added.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = self.values = self.kept = memory
+        self.device = memory.device
+        self.shown: torch.Tensor | None = None
+        self.empty = True
+
+    def come_up(self) -> None:
+        """Let values that live on the host come up, if there are any."""
+
+    def claim(self) -> bool:
+        """Announce a write; returns whether to add to the content (``True``) or to overwrite it (``False``)."""
+        accumulate, self.empty = not self.empty, False
+        return accumulate
 
 
 class ReductionConfig:

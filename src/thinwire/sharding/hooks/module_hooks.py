@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
-from thinwire.sharding.hooks.grad_hooks import NOT_COMPILED, Deliveries
-from thinwire.sharding.hooks.parameter_access import refuse_copy, watch_reads
-from thinwire.sharding.lanes.home import HomeStream
+from thinwire.sharding.hooks.parameter_hooks import Deliveries, outside_compile, refuse_copy, watch_reads
+from thinwire.sharding.lanes.lanes import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import InputGradient, compute_weight_gradient_first
@@ -48,7 +45,7 @@ def install(runtime: Runtime) -> list[Callable[[], None]]:
         if unit.info.trainable:
             undo.append(hook_gradients(unit, sharded, passes))
     undo.append(
-        model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
+        model.register_forward_pre_hook(outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
     )
     _hook_forward(sharded, passes, views, undo)
     undo += watch_reads(model, sharded.units, shares or {}, passes)
@@ -117,23 +114,11 @@ def _explaining() -> Iterator[None]:
         ) from error
 
 
-Hook = TypeVar("Hook", bound=Callable[..., Any])
-
-
-def _outside_compile(hook: Hook) -> Hook:
-    """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
-    storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
-    code = cast(FunctionType, hook)
-    set_code_exec_strategy(code.__code__, NOT_COMPILED)
-    code._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
-
-
 def _hook_forward(sharded: ShardedModel, passes: Passes, views: list[_View], undo: list[Callable[[], None]]) -> None:
     from_any_stream = sharded.lanes.home.visited_by
     is_known = False  # whether the model has run, so that what it is compiled with has been seen
 
-    @_outside_compile
+    @outside_compile
     @from_any_stream
     def enter(module: nn.Module, _args: Any) -> None:
         nonlocal is_known
@@ -142,7 +127,7 @@ def _hook_forward(sharded: ShardedModel, passes: Passes, views: list[_View], und
             is_known = True
         passes.enter_forward()
 
-    @_outside_compile
+    @outside_compile
     @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if passes.holds.reads and torch.is_grad_enabled():
@@ -183,7 +168,7 @@ def _hook_unit(
     sources: list[_Source] = []
     keepers, began = _keepers(unit, sharded.units) if is_sharded else [], 0
 
-    @_outside_compile
+    @outside_compile
     @from_any_stream
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal leaves, began
@@ -201,13 +186,13 @@ def _hook_unit(
             began = _nodes_so_far()
         return None if cast is None else cast(module, args, kwargs)
 
-    @_outside_compile
+    @outside_compile
     @from_any_stream
     def leave_root_unit(_module: nn.Module, _args: Any, _output: Any) -> None:
         _follow(views)
         passes.leave_root_unit(index)
 
-    @_outside_compile
+    @outside_compile
     @from_any_stream
     def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
         if not announces and ends_plainly(index):

@@ -13,11 +13,12 @@ lifetime of buffers in flight live in this package only. The rules, which :mod:`
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -26,15 +27,14 @@ from thinwire.collectives.moves import Move, Moves
 from thinwire.program import AnyLane, Axis, HostLane, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import WAITING
-from thinwire.sharding.lanes.home import HomeStream
-from thinwire.sharding.lanes.stream_workers import StreamWorker
-from thinwire.sharding.lanes.thread_workers import ThreadWorker
-from thinwire.sharding.lanes.worker import Body, Recorder, Ticket, Worker
+from thinwire.sharding.lanes.workers import Body, Recorder, StreamWorker, ThreadWorker, Ticket, Worker
 
 __all__ = ["Lanes", "Load", "Ticket"]
 
 WATCHED = (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD, Lane.OUTER)
 """Lanes whose waits and work are added up."""
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _Locked: TypeAlias = list[tuple[torch.Tensor, Callable[[], None]]]
 
@@ -57,6 +57,59 @@ class Load:
 
 
 UNNAMED = Load("", Axis.WORLD)
+
+
+class HomeStream:
+    """The current stream at the time of its creation: the one on which a model was sharded, to which the memory of its
+    units and gradients belongs.
+
+    A model may run some of its modules on streams of its own, and autograd runs their backward there. The runtime does
+    its work at home, whatever stream calls it.
+
+    Args:
+        streams: Streams of the device; ``None`` if it has none.
+
+    Attributes:
+        exists: Whether the device has streams.
+    """
+
+    def __init__(self, streams: Streams | None) -> None:
+        self._streams = streams
+        self._stream = None if streams is None else streams.current()
+        self.exists = streams is not None
+
+    def is_elsewhere(self) -> bool:
+        """Whether the current stream is another one."""
+        return self._streams is not None and self._streams.current() != self._stream
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[bool]:
+        """Queue what the block does on the home stream, after what the current stream has queued and before what it
+        will queue.
+
+        Yields:
+            Whether the current stream is another one. Memory of that stream may be dropped after the block only.
+        """
+        streams, home = self._streams, self._stream
+        if streams is None or home is None or (current := streams.current()) == home:
+            yield False
+            return
+        home.wait_stream(current)
+        with streams.use(home):
+            yield True
+        current.wait_stream(home)
+
+    def visited_by(self, hook: Hook) -> Hook:
+        """Decorator of hooks that are called on any stream."""
+        if not self.exists:
+            return hook
+
+        @functools.wraps(hook)
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            with self.visit():
+                return hook(*args, **kwargs)
+
+        return cast(Hook, visit)
 
 
 class Lanes:
@@ -203,6 +256,29 @@ class Lanes:
             else StreamWorker(name, self._streams, self.recorder)
         )
         return worker
+
+
+def read_later(value: torch.Tensor) -> Callable[[], float]:
+    """Send a 0-D tensor to the host, which reads it later, so that it does not wait for what the device computes now.
+
+    Returns:
+        The function that reads it there. The host waits until the device has computed it.
+    """
+    streams = streams_of(value.device)
+    if streams is None:
+        number = float(value)
+        return lambda: number
+    pinned = value.device.type == "cuda"  # the host waits for copies to other memory
+    copy = torch.empty((), dtype=value.dtype, pin_memory=pinned, device="cpu")
+    streams.send(value.detach(), copy)
+    arrived = streams.event()
+    arrived.record(streams.current())
+
+    def read() -> float:
+        arrived.synchronize()
+        return float(copy)
+
+    return read
 
 
 def _let_go(streams: Streams, locked: _Locked) -> None:

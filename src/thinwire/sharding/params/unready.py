@@ -1,6 +1,6 @@
 """Parameters that are not ready: whatever computes with one gets its values, wherever the parameter comes from.
 
-A module's attribute makes a unit ready before it returns a parameter (:mod:`thinwire.sharding.hooks.parameter_access`).
+A module's attribute makes a unit ready before it returns a parameter (:mod:`thinwire.sharding.hooks.parameter_hooks`).
 Parameters are also listed, which waits for nothing, and kept. While its unit is freed, or new values are on their way,
 a parameter has the class :class:`UnreadyParameter`. Shape, dtype and settings can be read. Any other function of torch
 makes the unit ready first.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from typing import Final, TypeVar
+from functools import cache, cached_property, lru_cache
+from typing import Final
 
 from thinwire.program import (
     UNDER_WAY,
@@ -34,8 +34,7 @@ from thinwire.program import (
     lower,
 )
 from thinwire.program.gathers import Retention, retention
-from thinwire.sharding.grads.reducer import Turns
-from thinwire.sharding.grads.turns import ReductionTurn, reduction_turns
+from thinwire.sharding.grads.reducer import ReductionTurn, Turns, reduction_turns
 from thinwire.sharding.params.param_group import GatherBatch
 from thinwire.spec import Plan
 
@@ -68,34 +67,18 @@ def place_of(micro_batch: int, *, last: bool) -> Place:
 _NOTHING: Final = Retention(frozenset(), frozenset(), frozenset())
 """What stays gathered where there is no trace."""
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class _Table(dict[Key, Value]):
-    """A table whose entries are made when they are first looked up. Every hook looks something up, so that a call for
-    it would cost more than the rest."""
-
-    def __init__(self, make: Callable[[Key], Value]) -> None:
-        super().__init__()
-        self._make = make
-
-    def __missing__(self, key: Key) -> Value:
-        self[key] = value = self._make(key)
-        return value
-
 
 class Programs:
-    """The programs of one model, each lowered once, and lookup tables for hooks.
+    """The programs of one model, each lowered once, and what hooks look up in them, which is made once as well.
 
     Attributes:
         position: Position in the mesh of the rank that performs the programs.
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
         repeated: Units of the trace that both its forward and its backward need.
-        prefetches: By place, and by the position of a forward event or by a backward event, the gathers that the event
+        prefetches: Of a place, by the position of a forward event or by a backward event, the gathers that the event
             starts for later.
-        retained: The units that a micro-batch does not free, by whether it is the step's last.
-        turns: The reductions of a micro-batch that follows the trace, by place.
+        retained: The units that a micro-batch does not free, of whether it is the step's last.
+        turns: The reductions of a micro-batch that follows the trace, of its place.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
@@ -103,9 +86,8 @@ class Programs:
         self.trace: Trace | None = None
         self.repeated = frozenset[int]()
         self._lowered = lru_cache(MOST_PROGRAMS)(self._lower)
-        self.prefetches = _Table(self._tabulate)
-        self.retained = _Table(self._retain)
-        self.turns: _Table[Place, Turns] = _Table(lambda place: self.cut(self._trace_so_far(), place))
+        self.prefetches, self.retained = cache(self._tabulate), cache(self._retain)
+        self.turns = cache(lambda place: self.cut(self._trace_so_far(), place))
 
     def program(
         self,
@@ -246,8 +228,8 @@ class Programs:
         return Turns(table(unit_by_unit=False), late)
 
     def _forget_tables(self) -> None:
-        for table in (self.prefetches, self.retained, self.turns):
-            table.clear()
+        for made in (self.prefetches, self.retained, self.turns):
+            made.cache_clear()
         for name in ("spreads", "updates", "update_order"):
             self.__dict__.pop(name, None)
 
@@ -339,7 +321,7 @@ class Schedule:
         if position >= len(trace.forward) or trace.forward[position] != moment:
             self._deviate()
             return ()
-        return self.programs.prefetches[self._place].get(position, ())
+        return self.programs.prefetches(self._place).get(position, ())
 
     def backward_event(self, moment: Moment) -> tuple[GatherBatch, ...]:
         """Record that the backward needs a unit; returns the gathers that the program starts now."""
@@ -355,7 +337,7 @@ class Schedule:
         if position >= len(self._expected) or self._expected[position] != unit:
             self._deviate()
             return ()
-        return self.programs.prefetches[self._place].get(moment, ())
+        return self.programs.prefetches(self._place).get(moment, ())
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
@@ -443,14 +425,14 @@ class Schedule:
         trace = self.programs.trace
         follows = trace is not None and not self._deviated and len(self.forward) == len(trace.forward)
         if self._whole or follows or not self.forward:
-            return self.programs.turns[self._place]
+            return self.programs.turns(self._place)
         return self.programs.cut(Trace.of_forward(self.forward), self._place)
 
     def retained(self) -> Retention:
         """Units that this micro-batch does not free; none before the first trace."""
         if self._whole or self.programs.trace is None or self._deviated:
             return _NOTHING
-        return self.programs.retained[self.last]
+        return self.programs.retained(self.last)
 
     def _deviate(self) -> None:
         self._deviated = True

@@ -14,7 +14,7 @@ from thinwire.collectives.group import Meter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment, own_fragments
+from thinwire.sharding.grads.optimizer_shards import OwnedFragment, fragments_of
 from thinwire.sharding.grads.unit_gradient import UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
@@ -74,7 +74,12 @@ class ShardedModel:
     @cached_property
     def fragments(self) -> list[OwnedFragment]:
         """The pieces of parameters that this rank updates."""
-        return own_fragments(self.units, self.gradients, self.shard, self.share)
+        owned = []
+        for unit in self.units:
+            trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
+            for buffer, part in zip(trained, self.gradients.get(unit.index, ()), strict=True):
+                owned += fragments_of(buffer, part, self.shard, self.share)
+        return owned
 
     @property
     def shard(self) -> int:
