@@ -25,7 +25,7 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
-from thinwire.train.models.divided import PREFIX
+from thinwire.train.models.huggingface import PREFIX
 from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
