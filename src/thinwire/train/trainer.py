@@ -33,10 +33,9 @@ from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, del
 from thinwire.train.data.ahead import NONE, BatchesAhead, Duration
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
-from thinwire.train.environment import shares_cores
+from thinwire.train.environment import shares_cores, versions
 from thinwire.train.launching.agreement import agree
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token

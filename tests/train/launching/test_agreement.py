@@ -11,8 +11,8 @@ from thinwire.collectives.group import control
 from thinwire.errors import MismatchError, UsageError
 from thinwire.spec.recipe import Recipe
 from thinwire.testing.ranks import run_ranks
+from thinwire.train.environment import versions
 from thinwire.train.launching import agreement
-from thinwire.train.launching.versions import versions
 
 pytestmark = pytest.mark.ranks
 
