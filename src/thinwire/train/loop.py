@@ -272,7 +272,7 @@ def _excused(trainer: Trainer, progress: ProgressReport, *, last: bool) -> Itera
 
 def _summary(trainer: Trainer) -> dict[str, object]:
     position, total, scale = trainer.position, trainer.total, trainer.optimizer.loss_scale
-    tokens = total.steps * trainer.samples_per_step * trainer.train.seq
+    tokens = total.steps * trainer.run.plan.global_batch * trainer.train.seq
     return {
         "final_train_loss": finite(position.loss),
         "final_val_loss": finite(position.val_loss),

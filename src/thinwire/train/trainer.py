@@ -129,12 +129,6 @@ class Trainer:
         self._before = 0
 
     @property
-    def samples_per_step(self) -> int:
-        """Sequences of one step over all ranks."""
-        plan = self.run.plan
-        return plan.samplers * plan.micro_batch * plan.micro_batches
-
-    @property
     def validates(self) -> bool:
         """Whether the run validates after the step just made."""
         train = self.run.recipe.train
@@ -292,7 +286,7 @@ class Trainer:
         self.model.progress(self.position.step / self.run.recipe.train.steps)
         scale = self.optimizer.loss_scale
         taken = self.position.samples
-        batches = self._ahead.take(taken, taken + self.samples_per_step)
+        batches = self._ahead.take(taken, taken + self.run.plan.global_batch)
         self._seed_dropout()
         with self.updates.at_floor():
             loss = self.model.step(batches)
@@ -309,7 +303,7 @@ class Trainer:
             self.average.update()
         self.optimizer.zero_grad()
         self.position.step += 1
-        self.position.samples += self.samples_per_step
+        self.position.samples += self.run.plan.global_batch
         self.watch.follow()
 
     def _seed_dropout(self) -> None:
@@ -357,7 +351,7 @@ class Trainer:
         waits = Duration(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = self.waits.plus(waits.seconds, waits.steps)
         measured = unpack(means, self.ranks.size)
-        tokens = self.samples_per_step * self.train.seq
+        tokens = self.run.plan.global_batch * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds
         per_device = speed / self.ranks.size
         own = [seconds / self.recent.steps for seconds in measured.own]
