@@ -17,7 +17,7 @@ from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
 from thinwire.spec.models.huggingface import FLOAT
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.fresh import InitializedValues
-from thinwire.train.models.huggingface import PREFIX, HuggingFaceCausal
+from thinwire.train.models.huggingface import HuggingFaceCausal
 from thinwire.train.models.loaded import LoadedValues
 
 _LONGEST: Final = 300
@@ -38,10 +38,10 @@ def draft_huggingface(
     values: InitialValues
     if recipe.starts_from_files:
         assert recipe.path is not None, "a rule of the recipe"
-        values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
+        values = LoadedValues(Path(recipe.path).expanduser(), model)
     else:
         skeleton = causal_on_meta(config, what)
-        values = InitializedValues(skeleton, _initializer(skeleton), PREFIX, seed)
+        values = InitializedValues(skeleton, _initializer(skeleton), seed)
     return HuggingFaceCausal(model), values
 
 
