@@ -69,10 +69,6 @@ class Updates:
     def __post_init__(self) -> None:
         self._queue: list[Callable[[], Update]] = []
 
-    def __len__(self) -> int:
-        """Number of updates that the host has not read."""
-        return len(self._queue)
-
     def queue(
         self,
         step: int,
