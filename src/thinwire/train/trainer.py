@@ -290,11 +290,17 @@ class Trainer:
         self._seed_dropout()
         with self.updates.at_floor():
             loss = self.model.step(batches)
-        if self.checks.due(self.position.step + 1):
-            self.checks.compare(self.position.step + 1, batches)
+        step = self.position.step + 1
+        if self.checks.due(step):
+            self.checks.compare(step, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
-        update = self.updates.queue(self.position.step + 1, read_later(loss), read_later(norm), rate, applied)
+        later_loss, later_norm = read_later(loss), read_later(norm)
+
+        def update() -> Update:
+            return Update(step, later_loss(), later_norm(), rate, applied)
+
+        self.updates.queue.append(update)
         if self.model.decides_on_device:
             self.optimizer.step()
         else:

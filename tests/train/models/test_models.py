@@ -135,13 +135,6 @@ def test_counts_agree_with_the_planners(kind: str, tied: bool) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
 
 
-def test_published_shapes_give_published_counts() -> None:
-    # costmodel.md: 3 L (24 h^2 + 4 s h) + 6 h V for a SwiGLU of 8h/3.
-    recipe = ModelRecipe(layers=2, hidden=96, heads=4, ffn=256)
-    model = build(recipe, vocab=500, seq=64, seed=0)
-    assert flops_per_token(model, 64) == 3 * 2 * (24 * 96**2 + 4 * 64 * 96) + 6 * 96 * 500
-
-
 CONFIGS = {name: FAMILIES[name] for name in ("llama", "gpt2")} | {
     "mixtral": FAMILIES["mixtral"] | {"output_router_logits": True}
 }
