@@ -20,14 +20,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that brings a module.
-
-    Args:
-        module: dotted name, for example ``matplotlib.pyplot``.
-
-    Returns:
-        The extra's name, or ``None`` if no extra brings the module.
-    """
+    """The extra that brings a module, for example ``matplotlib.pyplot``; ``None`` if none does."""
     top = module.partition(".")[0]
     # The smallest extra is the cheapest remedy.
     bringing = [extra for extra, modules in EXTRAS.items() if top in modules]
@@ -35,22 +28,13 @@ def extra_of(module: str) -> str | None:
 
 
 def missing_sentence(what: str, modules: tuple[str, ...], extra: str) -> str:
-    """One sentence that says which libraries are missing and how to install them.
-
-    Args:
-        what: the command or feature that needs them.
-        modules: the missing modules.
-        extra: the extra that brings them.
-    """
+    """Which libraries a command or feature misses, and how to install them: by the extra that brings them."""
     return f"{what} needs {', '.join(modules)}, not installed here: pip install 'thinwire[{extra}]'"
 
 
 def require(extra: str, what: str) -> None:
-    """Check that every library of an extra is installed, without importing any.
-
-    Args:
-        extra: a key of :data:`EXTRAS`.
-        what: the command or feature that needs it, for the message.
+    """Check that every library of an extra, a key of :data:`EXTRAS`, is installed for a command or feature, without
+    importing any.
 
     Raises:
         UsageError: naming the missing libraries and the extra that brings them.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.training.drafted import materialize
 
 import thinwire as tw
 from thinwire.errors import SpecError, UsageError
@@ -18,7 +19,7 @@ from thinwire.testing import run_ranks
 from thinwire.train.data.samples import Batch
 from thinwire.train.models.build import DraftedModel, draft
 from thinwire.train.models.common import cross_entropy
-from thinwire.train.models.divided import FAMILIES, STAGED
+from thinwire.train.models.huggingface import FAMILIES, STAGED
 
 pytestmark = pytest.mark.ranks
 
@@ -63,7 +64,7 @@ def check(family: str, tp: int, pp: int, changes: dict[str, Any]) -> tuple[float
     start = drafted(family, **changes)
     model = parallelize(start.model, plan, loss=cross_entropy, values=start.values, device=torch.device("cpu"))
     optim = model.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-1)
-    alone = drafted(family, **changes).materialize()
+    alone = materialize(drafted(family, **changes))
     plain = torch.optim.AdamW(alone.parameters(), lr=1e-2, eps=1e-1)
     rank = model.grid.data_ranks.index(dist.get_rank())
     norms, losses = [], []

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.alone import Alone
+from tests.support.training.drafted import build
 
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.checkpoint.storage import Chunk, ShardedVector
@@ -23,7 +24,6 @@ from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.tokens import TokenBin
-from thinwire.train.models.build import build
 
 RECIPE: dict[str, Any] = {"model": {"layers": 1, "hidden": 16, "heads": 2}, "train": {"steps": 5}}
 

@@ -473,9 +473,9 @@ def test_the_device_decides_as_the_host_does(
         poison(device, monkeypatch, 1, 3)
         assert device.model.decides_on_device
         got = curve(device, 7)
-        assert len(device.updates) == 1, "the host has not read the last step"
+        assert len(device.updates.queue) == 1, "the host has not read the last step"
         device.load(Checkpoint(7, device.save()))
-        assert not device.updates
+        assert not device.updates.queue
         got[-1] = (device.position.step, device.position.loss, device.position.skipped)
         assert all(torch.allclose(a, b) for a, b in zip(weights(host), weights(device), strict=True))
     for one, other in zip(expected, got, strict=True):

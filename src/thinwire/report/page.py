@@ -183,9 +183,8 @@ def _model(run: RunRecord, numbers: Mapping[str, Any]) -> str:
 
 def _batch(run: RunRecord) -> str:
     plan, seq = run.plan, run.recipe.train.seq
-    samples = plan.samplers * plan.micro_batch * plan.micro_batches
     return (
-        f"{samples} sequences of {seq} tokens a step: {_counted(plan.data_ranks, 'data-parallel rank')}, "
+        f"{plan.global_batch} sequences of {seq} tokens a step: {_counted(plan.data_ranks, 'data-parallel rank')}, "
         f"{_counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}"
     )
 

@@ -129,7 +129,7 @@ class Answer:
     @property
     def tokens(self) -> int:
         """Tokens per step, over all accelerators."""
-        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.samplers
+        return self.plan.global_batch * self.model.seq
 
     @property
     def tgs(self) -> float:

@@ -45,7 +45,7 @@ class Expectation(JsonSpec):
     def unlike(self, plan: Plan, recipe: Recipe) -> str | None:
         """What a run has otherwise than was expected, in words; ``None`` if the figures are about its steps."""
         seq, preset = recipe.train.seq, recipe.model.preset
-        tokens = plan.samplers * plan.micro_batch * plan.micro_batches * seq
+        tokens = plan.global_batch * seq
         if self.plan != plan.fingerprint():
             return "the recipe or --set changes the plan"
         if preset not in (None, self.model) and self.model in ModelSpec.preset_names():

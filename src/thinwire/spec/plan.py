@@ -207,6 +207,11 @@ class Plan(Spec):
         return self.data_ranks // self.cp
 
     @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over all ranks."""
+        return self.samplers * self.micro_batch * self.micro_batches
+
+    @property
     def ranks(self) -> int:
         """All ranks of a job, the data-parallel ones of each stage, tensor-parallel rank and island of it."""
         return self.job_mesh.ranks * self.tp * self.pp

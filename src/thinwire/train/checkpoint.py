@@ -95,41 +95,32 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
     if not known:
         return None
     *earlier, last = known
-    try:
-        _verify(last, checksums=checksums)
-    except CheckpointError as error:
-        usable = next((other for other in reversed(earlier) if _is_valid(other)), None)
-        remedy = (
-            f"restore it, or move it elsewhere to continue from step {usable.step}, which is undamaged"
-            if usable is not None
-            else f"restore it, or start a new run with another --out: no other in {directory} is undamaged"
-        )
-        raise CheckpointError(f"{error}; {remedy}") from error
-    return last
+    error = _damage(last, checksums=checksums)
+    if error is None:
+        return last
+    usable = next((other for other in reversed(earlier) if _damage(other) is None), None)
+    remedy = (
+        f"restore it, or move it elsewhere to continue from step {usable.step}, which is undamaged"
+        if usable is not None
+        else f"restore it, or start a new run with another --out: no other in {directory} is undamaged"
+    )
+    raise CheckpointError(f"{error}; {remedy}") from error
 
 
-def _verify(checkpoint: Checkpoint, *, checksums: bool = True) -> None:
-    """Check that a checkpoint is undamaged and holds the step that its name says.
-
-    Raises:
-        CheckpointError: It does not.
-    """
+def _damage(checkpoint: Checkpoint, *, checksums: bool = True) -> CheckpointError | None:
+    """Why a checkpoint cannot be used: it is damaged, or holds another step than its name says."""
     from thinwire.checkpoint.store import verify
 
-    extra = verify(checkpoint.path, checksums=checksums).values.get("extra")
+    try:
+        extra = verify(checkpoint.path, checksums=checksums).values.get("extra")
+    except CheckpointError as error:
+        return error
     position = extra.get("position") if isinstance(extra, dict) else None
     step = position.get("step") if isinstance(position, dict) else None
-    if type(step) is not int or step != checkpoint.step:
-        holds = "the state of no run of thinwire train" if step is None else f"step {step!r}"
-        raise CheckpointError(f"{checkpoint.path}: holds {holds}, so its name is wrong")
-
-
-def _is_valid(checkpoint: Checkpoint) -> bool:
-    try:
-        _verify(checkpoint)
-    except CheckpointError:
-        return False
-    return True
+    if type(step) is int and step == checkpoint.step:
+        return None
+    holds = "the state of no run of thinwire train" if step is None else f"step {step!r}"
+    return CheckpointError(f"{checkpoint.path}: holds {holds}, so its name is wrong")
 
 
 def delete_old(directory: Path, keep: int) -> None:

@@ -26,7 +26,6 @@ _DETAILS: Final = ("norm_eps", "rope_theta", "positions", "rotary_share", "paral
 """Keys of a model that change its computation, but not always the shapes of its parameters: those that a preset may
 set, and the others."""
 
-
 _LEAST_FREE: Final = 1 << 20
 """Bytes that must be free where a run starts. On less, it would compute for a minute before it finds the disk full."""
 
@@ -47,62 +46,25 @@ class RunDirectory:
 
     path: Path
 
-    recipe = _Within("recipe.toml")
-    """The recipe with every key, TOML."""
-
-    plan = _Within("plan.toml")
-    """The plan with every key, TOML."""
-
-    versions = _Within("versions.json")
-    """Versions of the software by package, JSON."""
-
-    command = _Within("command.txt")
-    """The command that started the run or continued it last."""
-
-    starts = _Within("starts.jsonl")
-    """One JSON object for each start: the first one, continuations, and restarts after a lost rank."""
-
-    profile = _Within("profile.json")
-    """The profile of the cluster that ``--plan auto`` measured, JSON."""
-
-    race = _Within("race.json")
-    """Which plans ``--plan auto`` tried before the run, and what a step took under each, JSON."""
-
-    expected = _Within("expected.json")
-    """What the plan was expected to do before the run, JSON."""
-
-    traces = _Within("traces")
-    """Traces of the steps that the recipe names."""
-
-    metrics = _Within("metrics.jsonl")
-    """One JSON object for each logged step."""
-
-    trackers = _Within("trackers.json")
-    """The name of the record of each tracker, JSON."""
-
-    summary = _Within("summary.json")
-    """The result of a complete run, JSON."""
-
-    picture = _Within("loss.png")
-    """The loss curve, PNG."""
-
-    tokenizer = _Within("tokenizer.json")
-    """A copy of the tokenizer."""
-
-    model = _Within("model")
-    """The configuration of a Hugging Face model, and the files that belong to the tokenizer."""
-
-    config = _Within("model/config.json")
-    """The configuration of a Hugging Face model."""
-
-    checkpoints = _Within("checkpoints")
-    """Checkpoints, one directory each."""
-
-    logs = _Within("logs")
-    """Tracebacks, and the output of every rank but rank 0."""
-
-    stop_file = _Within("stop")
-    """File that exists while the run is requested to save and stop."""
+    recipe = _Within("recipe.toml")  # with every key
+    plan = _Within("plan.toml")  # with every key
+    versions = _Within("versions.json")  # of the software, by package
+    command = _Within("command.txt")  # that started the run or continued it last
+    starts = _Within("starts.jsonl")  # a line for each: the first one, continuations, and restarts after a lost rank
+    profile = _Within("profile.json")  # of the cluster, as ``--plan auto`` measured it
+    race = _Within("race.json")  # which plans ``--plan auto`` tried before the run, and what a step took under each
+    expected = _Within("expected.json")  # of the plan, before the run
+    traces = _Within("traces")  # of the steps that the recipe names
+    metrics = _Within("metrics.jsonl")  # a line for each logged step
+    trackers = _Within("trackers.json")  # the name of the record of each
+    summary = _Within("summary.json")  # the result of a complete run
+    picture = _Within("loss.png")  # the loss curve
+    tokenizer = _Within("tokenizer.json")  # a copy
+    model = _Within("model")  # a Hugging Face model's configuration, and files that belong to the tokenizer
+    config = _Within("model/config.json")  # of a Hugging Face model
+    checkpoints = _Within("checkpoints")  # one directory each
+    logs = _Within("logs")  # tracebacks, and the output of every rank but rank 0
+    stop_file = _Within("stop")  # exists while the run is requested to save and stop
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

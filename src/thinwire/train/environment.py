@@ -1,4 +1,4 @@
-"""The environment of this process: its launcher (torchrun, SLURM or none), its devices and its cores.
+"""The environment of this process: its launcher (torchrun, SLURM or none), its devices, its cores and its software.
 
 The process that only starts ranks and waits for them imports this module too. Functions that need torch import it
 themselves.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import platform
 import random
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
+import thinwire
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
 from thinwire.spec.machines.slurm import expand_hosts
@@ -34,6 +37,8 @@ LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 
 HOSTS_ON_CORES: Final = "THINWIRE_LAB_HOSTS_ON_CORES"
 """Environment variable: those of them that run on the cores of this host; 1 if it has cores of its own."""
+
+_VERSIONED: Final = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "pydantic")
 
 
 @dataclass(frozen=True)
@@ -268,3 +273,19 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise OSError("no free TCP port between 20000 and 32767")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software that a run's results may depend on, by name: thinwire, Python, the platform and packages
+    that are installed."""
+    installed = {
+        "thinwire": thinwire.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for package in _VERSIONED:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed

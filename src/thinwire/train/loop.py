@@ -1,10 +1,12 @@
-"""A rank's run from start or checkpoint to the end, or to a request to stop."""
+"""A rank's run from start or checkpoint to the end, or to a request to stop; and its first steps, to time them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import socket
+import time
 from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
@@ -19,13 +21,12 @@ from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.data.packing import Dataset
 from thinwire.train.directory import write_json
-from thinwire.train.environment import agent
+from thinwire.train.environment import agent, versions
 from thinwire.train.export.kept import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.launching.versions import versions
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
-from thinwire.train.models.divided import PREFIX
+from thinwire.train.models.huggingface import PREFIX
 from thinwire.train.observing.metrics import MetricsLog, finite
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.tracing import StepTracer
@@ -36,6 +37,15 @@ from thinwire.weights import publisher as publisher_of
 
 _CHECKPOINT: Final[Typed[Checkpoint | None]] = Typed(Checkpoint | None)
 _TEXT: Final[Typed[str | None]] = Typed(str | None)
+
+_WARM_UP: Final = 2
+"""Steps that do not count: connections are made, memory is taken, nothing of an earlier step is on its way."""
+_LEAST: Final = 3
+"""Steps to time at least, if there is time."""
+_MOST: Final = 10
+"""Steps to time at most."""
+_ENOUGH: Final = 2.0
+"""Seconds of timed steps after which fewer than :data:`_MOST` will do."""
 
 
 def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> None:
@@ -85,6 +95,29 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     if leads and stopped is None and not run.directory.summary.is_file():
         write_json(run.directory.summary, _summary(trainer))
     trainer.ranks.barrier()
+
+
+def timed_steps(run: ResolvedRun, dataset: Dataset, device: torch.device, deadline: float, soon: float) -> list[float]:
+    """Make the first steps of a run, to compare plans before one, until a deadline of :func:`time.monotonic`; until
+    ``soon`` if :data:`_LEAST` are timed by then. Collective; the ranks agree on the last one. Returns the seconds of
+    the steps after the first :data:`_WARM_UP`; none if there was no time for any."""
+    rank, room = control().rank, measure_room(device)
+    with explained_exhaustion(rank, "building the model", room):
+        trainer = Trainer(run, dataset, device)
+        trainer.prepare_data()
+    seconds: list[float] = []
+    with explained_exhaustion(rank, "training", room):
+        for number in itertools.count(1):
+            begun = time.monotonic()
+            timed = seconds[_WARM_UP:]
+            over = begun + max(seconds, default=0.0)
+            late = over > deadline
+            enough = number >= _WARM_UP + _MOST or (len(timed) >= _LEAST and (sum(timed) >= _ENOUGH or over > soon))
+            stop = trainer.step(late or enough).stop
+            seconds.append(time.monotonic() - begun)
+            if stop:
+                break
+    return seconds[_WARM_UP:]
 
 
 def resume(trainer: Trainer) -> list[str]:
@@ -239,7 +272,7 @@ def _excused(trainer: Trainer, progress: ProgressReport, *, last: bool) -> Itera
 
 def _summary(trainer: Trainer) -> dict[str, object]:
     position, total, scale = trainer.position, trainer.total, trainer.optimizer.loss_scale
-    tokens = total.steps * trainer.samples_per_step * trainer.train.seq
+    tokens = total.steps * trainer.run.plan.global_batch * trainer.train.seq
     return {
         "final_train_loss": finite(position.loss),
         "final_val_loss": finite(position.val_loss),

@@ -33,10 +33,9 @@ from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, del
 from thinwire.train.data.ahead import NONE, BatchesAhead, Duration
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
-from thinwire.train.environment import shares_cores
+from thinwire.train.environment import shares_cores, versions
 from thinwire.train.launching.agreement import agree
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
@@ -128,12 +127,6 @@ class Trainer:
         self._ahead = BatchesAhead(self._batches)
         self._pending: PendingSave | None = None
         self._before = 0
-
-    @property
-    def samples_per_step(self) -> int:
-        """Sequences of one step over all ranks."""
-        plan = self.run.plan
-        return plan.samplers * plan.micro_batch * plan.micro_batches
 
     @property
     def validates(self) -> bool:
@@ -293,15 +286,21 @@ class Trainer:
         self.model.progress(self.position.step / self.run.recipe.train.steps)
         scale = self.optimizer.loss_scale
         taken = self.position.samples
-        batches = self._ahead.take(taken, taken + self.samples_per_step)
+        batches = self._ahead.take(taken, taken + self.run.plan.global_batch)
         self._seed_dropout()
         with self.updates.at_floor():
             loss = self.model.step(batches)
-        if self.checks.due(self.position.step + 1):
-            self.checks.compare(self.position.step + 1, batches)
+        step = self.position.step + 1
+        if self.checks.due(step):
+            self.checks.compare(step, batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
         applied = None if scale is None else scale.applied_value
-        update = self.updates.queue(self.position.step + 1, read_later(loss), read_later(norm), rate, applied)
+        later_loss, later_norm = read_later(loss), read_later(norm)
+
+        def update() -> Update:
+            return Update(step, later_loss(), later_norm(), rate, applied)
+
+        self.updates.queue.append(update)
         if self.model.decides_on_device:
             self.optimizer.step()
         else:
@@ -310,7 +309,7 @@ class Trainer:
             self.average.update()
         self.optimizer.zero_grad()
         self.position.step += 1
-        self.position.samples += self.samples_per_step
+        self.position.samples += self.run.plan.global_batch
         self.watch.follow()
 
     def _seed_dropout(self) -> None:
@@ -358,7 +357,7 @@ class Trainer:
         waits = Duration(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
         self.waits = self.waits.plus(waits.seconds, waits.steps)
         measured = unpack(means, self.ranks.size)
-        tokens = self.samples_per_step * self.train.seq
+        tokens = self.run.plan.global_batch * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds
         per_device = speed / self.ranks.size
         own = [seconds / self.recent.steps for seconds in measured.own]

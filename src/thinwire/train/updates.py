@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -56,6 +56,7 @@ class Updates:
         skips: Whether the run goes on after a step that is not finite.
         directory: Directory of the run's checkpoints.
         num_skipped: Updates skipped in a row, up to the last that was counted.
+        queue: Steps that the device may still be computing, each as a function that waits for its result.
     """
 
     ranks: Control
@@ -65,30 +66,7 @@ class Updates:
     skips: bool
     directory: Path
     num_skipped: int = 0
-
-    def __post_init__(self) -> None:
-        self._queue: list[Callable[[], Update]] = []
-
-    def __len__(self) -> int:
-        """Number of updates that the host has not read."""
-        return len(self._queue)
-
-    def queue(
-        self,
-        step: int,
-        loss: Callable[[], float],
-        norm: Callable[[], float],
-        lr: float,
-        loss_scale: float | None,
-    ) -> Callable[[], Update]:
-        """Add a step that the device may still be computing; see :class:`Update` for the arguments. The function that
-        this returns waits for its result."""
-
-        def read() -> Update:
-            return Update(step, loss(), norm(), lr, loss_scale)
-
-        self._queue.append(read)
-        return read
+    queue: list[Callable[[], Update]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def at_floor(self) -> Iterator[None]:
@@ -96,14 +74,14 @@ class Updates:
         try:
             yield
         except NonFiniteError:
-            if not self._queue:
+            if not self.queue:
                 raise
-            self._end(self._queue[-1]())
+            self._end(self.queue[-1]())
 
     def take(self, *, keep_newest: bool) -> list[Update]:
         """Read updates that were not read before, except the newest if asked: the device may not have computed it."""
-        due = self._queue[: len(self._queue) - keep_newest]
-        del self._queue[: len(due)]
+        due = self.queue[: len(self.queue) - keep_newest]
+        del self.queue[: len(due)]
         return [read() for read in due]
 
     def refuse_skip(self, update: Update, num_skipped: int) -> None:

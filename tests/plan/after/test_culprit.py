@@ -27,8 +27,8 @@ from thinwire.spec.recipe import Recipe
 from thinwire.testing import run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import versions
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.versions import versions
 from thinwire.train.processes.worker import train
 
 pytestmark = pytest.mark.ranks

@@ -11,8 +11,8 @@ from thinwire.collectives.group import control
 from thinwire.errors import MismatchError, UsageError
 from thinwire.spec.recipe import Recipe
 from thinwire.testing.ranks import run_ranks
+from thinwire.train.environment import versions
 from thinwire.train.launching import agreement
-from thinwire.train.launching.versions import versions
 
 pytestmark = pytest.mark.ranks
 
@@ -57,7 +57,7 @@ def refusal(what: str, here: Any = None) -> str:
         ("config", {"config": CONFIG | {"n_head": 4}}, ("model.config.n_head: 4 against 2",)),
         ("config", {"config": CONFIG | {"attn_pdrop": 0.0}}, ("model.config.attn_pdrop: 0.0 against None",)),
         ("config", {"config": CONFIG | {"use_cache": False}}, ()),
-        ("config", {"config": "/absent.json"}, ("rank 1: /absent.json: 1 problem", "No such file")),
+        ("config", {"config": "/absent.json"}, ("rank 1: /absent.json: 1 problem", "no such file")),
         ("tokens", None, ("tokens: y against x", "the same text")),
     ],
 )

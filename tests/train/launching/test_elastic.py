@@ -13,7 +13,7 @@ from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started
-from thinwire.train.launching.elastic import Continued, continued, global_batch
+from thinwire.train.launching.elastic import Continued, continued
 
 
 def recipe(**tables: Any) -> Recipe:
@@ -48,7 +48,7 @@ def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Con
 
 def test_half_the_ranks_take_twice_the_micro_batches(tmp_path: Path) -> None:
     four, two, one = turns(tmp_path / "run", recipe(), (4, 2), (2, 2), (1, 1))
-    assert [global_batch(start.plan) for start in (four, two, one)] == [16, 16, 16]
+    assert [start.plan.global_batch for start in (four, two, one)] == [16, 16, 16]
     assert [start.plan.micro_batches for start in (four, two, one)] == [1, 2, 4]
     assert four.notes == ()
     assert two.notes[0].startswith("2 ranks instead of 4: zero1 on mesh 2x1: P 1x1, G 1x1, OS 2x1 (intra); ")
@@ -57,9 +57,9 @@ def test_half_the_ranks_take_twice_the_micro_batches(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_shared_grows_and_comes_back(tmp_path: Path) -> None:
     *_, three, four = turns(tmp_path / "run", recipe(), (4, 4), (3, 3), (4, 4))
-    assert global_batch(three.plan) == 18
+    assert three.plan.global_batch == 18
     assert "a step takes 18 sequences instead of 16" in three.notes[1]
-    assert global_batch(four.plan) == 16
+    assert four.plan.global_batch == 16
     assert len(four.notes) == 1
 
 
@@ -67,9 +67,9 @@ def test_a_run_that_began_otherwise_keeps_its_batch(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     recipe(cluster={"elastic": False}).save(run.recipe)
     Plan.preset("zero1", nodes=2, local=2, micro_batch=4).save(run.plan)
-    assert global_batch(fit(recipe(), run, torchrun(2, 2)).plan) == 16
+    assert fit(recipe(), run, torchrun(2, 2)).plan.global_batch == 16
     chosen = fit(recipe(train={"micro_batches": None, "global_batch": 8}), run, torchrun(2, 2))
-    assert global_batch(chosen.plan) == 8
+    assert chosen.plan.global_batch == 8
 
 
 def test_a_plan_of_one_mesh_and_counts_of_ranks_give_way(tmp_path: Path) -> None:
@@ -84,6 +84,6 @@ def test_a_plan_of_one_mesh_and_counts_of_ranks_give_way(tmp_path: Path) -> None
 def test_stages_stay_busy_or_the_ranks_are_refused(tmp_path: Path) -> None:
     wanted = recipe(plan={"preset": "zero1", "pp": 2}, train={"micro_batches": 2})
     _, two = turns(tmp_path / "run", wanted, (4, 2), (2, 2))
-    assert (two.plan.world, two.plan.pp, global_batch(two.plan)) == (1, 2, 16)
+    assert (two.plan.world, two.plan.pp, two.plan.global_batch) == (1, 2, 16)
     with pytest.raises(SpecError, match="do not fit nodes = 1, nproc = 3"):
         fit(wanted, RunDirectory(tmp_path / "run"), torchrun(3, 3))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.families.tiny import FAMILIES, LENGTH, VOCABULARY, random_model
+from tests.support.training.drafted import build
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw
@@ -19,7 +20,7 @@ from thinwire.sharding.api import runtime
 from thinwire.sharding.memory.initial import parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.testing import RankError, run_ranks
-from thinwire.train.models.build import build, draft
+from thinwire.train.models.build import draft
 from thinwire.train.models.common import cross_entropy
 
 pytestmark = pytest.mark.ranks

@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.families.tiny import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
+from tests.support.training.drafted import build, materialize
 
 from thinwire.errors import DataError, SpecError
 from thinwire.spec.recipe import ModelRecipe
-from thinwire.train.models.build import DraftedModel, build, draft
+from thinwire.train.models.build import DraftedModel, draft
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 
@@ -33,7 +34,7 @@ def test_weights_are_read_as_transformers_reads_them(family: str, tmp_path: Path
     assert (tmp_path / "model.safetensors.index.json").exists()
     draft = drafted({"kind": "huggingface", "path": str(tmp_path)})
     assert all(parameter.is_meta for parameter in draft.model.parameters())
-    model = draft.materialize().eval()
+    model = materialize(draft).eval()
     ids = token_ids()
     torch.testing.assert_close(model(ids).logits, saved(ids).logits, rtol=0, atol=0)
 
@@ -54,7 +55,7 @@ def test_any_part_of_experts_is_put_together_from_files(tmp_path: Path) -> None:
 def test_narrow_weights_start_as_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
     saved = random_model("qwen3").to(dtype)
     saved.save_pretrained(tmp_path)
-    model = drafted({"kind": "huggingface", "path": str(tmp_path)}).materialize()
+    model = materialize(drafted({"kind": "huggingface", "path": str(tmp_path)}))
     for (name, mine), (_, theirs) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
         assert mine.dtype == torch.float32
         assert torch.equal(mine, theirs.float()), name
@@ -68,7 +69,7 @@ def test_files_of_a_model_without_its_head_and_with_old_extras(tmp_path: Path) -
     tensors["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
     tensors["lm_head.weight"] = tensors["wte.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    model = drafted({"kind": "huggingface", "path": str(tmp_path)}).materialize().eval()
+    model = materialize(drafted({"kind": "huggingface", "path": str(tmp_path)})).eval()
     torch.testing.assert_close(model(token_ids()).logits, saved(token_ids()).logits, rtol=0, atol=0)
 
 
@@ -148,8 +149,8 @@ def test_a_directory_of_weights_may_start_at_random(tmp_path: Path) -> None:
     saved = random_model("llama")
     saved.save_pretrained(tmp_path)
     recipe = {"kind": "huggingface", "path": str(tmp_path), "weights": "random"}
-    one, other = (drafted(recipe, seed).materialize() for seed in (0, 1))
-    fresh = drafted({"kind": "huggingface", "config": FAMILIES["llama"]}).materialize()
+    one, other = (materialize(drafted(recipe, seed)) for seed in (0, 1))
+    fresh = materialize(drafted({"kind": "huggingface", "config": FAMILIES["llama"]}))
     for (name, a), b, c in zip(one.named_parameters(), other.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, c), name
         assert ("norm" in name) == torch.equal(a, b)
@@ -192,7 +193,7 @@ def test_our_models_start_as_when_they_are_built_outright(kind: str) -> None:
         recipe["positions"] = "learned" if kind == "learned" else "rotary"
         expected = GPT(GPTConfig(positions=recipe["positions"], **shape), seed=5)
     wanted = dict(expected.named_parameters())
-    for name, value in drafted(recipe, 5).materialize().named_parameters():
+    for name, value in materialize(drafted(recipe, 5)).named_parameters():
         assert torch.equal(value, wanted[name]), name
     draft = drafted(recipe, 5)
     order = [*list(wanted)[::-1], *list(wanted)[::2]]

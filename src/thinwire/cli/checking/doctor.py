@@ -90,7 +90,7 @@ def examine() -> dict[str, Any]:
 
 def _without_torch() -> dict[str, Any]:
     """What is known about a machine on which torch does not work."""
-    from thinwire.train.launching.versions import versions
+    from thinwire.train.environment import versions
 
     return {
         "versions": versions(),

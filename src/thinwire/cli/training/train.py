@@ -252,7 +252,7 @@ def _launch(run: ResolvedRun, kept: dict[str, Any], console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
     from thinwire.train.data.packing import prepare
-    from thinwire.train.launching.versions import versions
+    from thinwire.train.environment import versions
     from thinwire.train.processes.launch import launch
 
     report = partial(say, console)
@@ -276,8 +276,7 @@ def _launch(run: ResolvedRun, kept: dict[str, Any], console: Console) -> None:
 def _join(run: ResolvedRun, kept: dict[str, Any], console: Console, ranks: Started) -> None:
     """Be one rank of a run that a launcher of the user's has started."""
     from thinwire.program import idle_codecs
-    from thinwire.train.environment import agent
-    from thinwire.train.launching.versions import versions
+    from thinwire.train.environment import agent, versions
     from thinwire.train.processes.worker import recorded_failure, train
 
     directory, plan = run.directory, run.plan

@@ -55,23 +55,26 @@ def tagged(value: Any) -> Any:
     return [tagged(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def computed_with(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """What a model computes with, by key of its configuration.
+def read_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration without infinities and NaN (:func:`tagged`).
+
+    Args:
+        source: A ``config.json``, the directory that holds one, or the configuration itself.
 
     Raises:
         SpecError: The file cannot be read.
     """
-    if not isinstance(source, Mapping):
-        file = Path(source).expanduser()
-        source = _read(file / "config.json" if file.is_dir() else file)
-    return {key: value for key, value in tagged(source).items() if key not in _UNUSED}
+    config: dict[str, Any] = tagged(source if isinstance(source, Mapping) else _read(_file(source)))
+    return config
+
+
+def computed_with(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """What a model computes with, by key of its configuration; see :func:`read_config`."""
+    return {key: value for key, value in read_config(source).items() if key not in _UNUSED}
 
 
 def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of a ``ModelSpec``.
-
-    Args:
-        source: A ``config.json``, the directory that holds one, or the configuration itself.
+    """Read the fields of a ``ModelSpec`` from a source of :func:`read_config`.
 
     Raises:
         SpecError: The file cannot be read, lacks a size, or describes an architecture that ``ModelSpec`` cannot
@@ -80,7 +83,7 @@ def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         config, what, name = source, "model.config", "model"
     else:
-        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        file = _file(source)
         config, what, name = _read(file), str(file), _name(file.resolve())
     name = str(config.get("_name_or_path") or name)
     texts_alone = not any(key in config for key in ("text_config", "vision_config", "audio_config"))
@@ -138,7 +141,18 @@ def _name(file: Path) -> str:
     return file.parent.name if file.name == "config.json" else file.stem
 
 
+def _file(source: str | Path) -> Path:
+    place = Path(source).expanduser()
+    return place / "config.json" if place.is_dir() else place
+
+
 def _read(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        raise SpecError(
+            str(file),
+            "there is no such file; give a config.json, or a directory written by save_pretrained (nothing is "
+            "downloaded)",
+        )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

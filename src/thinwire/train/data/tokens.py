@@ -104,28 +104,23 @@ class TokenBin:
 
 class TokenWriter:
     """Writes a bin, uint16 or uint32 as ``vocab`` needs: appends ids, then the header on leaving the ``with`` block
-    without an error."""
+    without an error. ``counts`` says how often each id was written, shape ``(vocab,)``."""
 
     def __init__(self, path: Path, vocab: int) -> None:
         self._path = path
         self._dtype: TokenType = "uint16" if vocab <= 1 << 16 else "uint32"
         self._vocab = vocab
         self._file = path.open("wb")
-        self._counts = np.zeros(vocab, dtype=np.int64)
-
-    @property
-    def counts(self) -> Ids:
-        """How often each id was written, shape ``(vocab,)``."""
-        return self._counts
+        self.counts: Ids = np.zeros(vocab, dtype=np.int64)
 
     @property
     def num_tokens(self) -> int:
         """Ids written so far."""
-        return int(self._counts.sum())
+        return int(self.counts.sum())
 
     def append(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         array = np.asarray(ids, dtype=_TYPES[self._dtype])
-        self._counts += np.bincount(array, minlength=self._vocab)
+        self.counts += np.bincount(array, minlength=self._vocab)
         self._file.write(array.tobytes())
 
     def __enter__(self) -> Self:

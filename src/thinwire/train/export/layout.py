@@ -15,9 +15,9 @@ from typing import Any, Final, final
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.train.models.divided import PREFIX
+from thinwire.train.models.configured import causal_on_meta
 from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.huggingface import causal_on_meta
+from thinwire.train.models.huggingface import PREFIX
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire.train.models.stored import file_tensors
 

@@ -16,7 +16,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, UsageError
 from thinwire.spec.models.huggingface import computed_with
 from thinwire.spec.recipe import Recipe
-from thinwire.train.launching.versions import versions
+from thinwire.train.environment import versions
 
 _HOST_AND_VALUES: Final[Typed[tuple[str, dict[str, str]]]] = Typed(tuple[str, dict[str, str]])
 

@@ -47,18 +47,13 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
     before = Plan.load(directory.plan) if directory.plan.is_file() else None
     batch = template.recipe.train.global_batch
     if batch is None and before is not None:  # ranks that could not share it evenly have trained with another
-        batch = Recipe.load(directory.recipe).train.global_batch or global_batch(before)
+        batch = Recipe.load(directory.recipe).train.global_batch or before.global_batch
     if batch is None:
-        batch = global_batch(template.resolve(mesh))
+        batch = template.resolve(mesh).global_batch
     template = template.with_global_batch(batch)
     shareable = template.with_global_batch(_nearest(batch, template, mesh))
     plan = shareable.resolve(mesh, auto_dtype=found.fast_dtype)
     return Continued(template, plan, tuple(_notes(plan, before, batch)))
-
-
-def global_batch(plan: Plan) -> int:
-    """The number of sequences of a step under a plan, over all ranks."""
-    return plan.samplers * plan.micro_batch * plan.micro_batches
 
 
 def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:
@@ -71,7 +66,7 @@ def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:
 
 
 def _notes(plan: Plan, before: Plan | None, wanted: int) -> list[str]:
-    notes, batch = [], global_batch(plan)
+    notes, batch = [], plan.global_batch
     if before is not None and plan.ranks != before.ranks:
         notes.append(
             f"{plan.ranks} ranks instead of {before.ranks}: {plan.describe()}; a step's {batch} sequences are "

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from thinwire.collectives.gateway.keys import KEYS, NOT_FOR_ISLANDS
 from thinwire.errors import SpecError
@@ -20,6 +21,20 @@ from thinwire.train.environment import Hardware, Started, resolve_mesh, resolve_
 from thinwire.train.launching.elastic import continued
 from thinwire.train.observing.progress import Stream
 from thinwire.train.observing.trackers import check_trackers
+
+
+class Timing(NamedTuple):
+    """Where and until when ranks time the first steps of a run, instead of training.
+
+    Attributes:
+        result: File to which rank 0 writes the seconds of its steps, a list in JSON.
+        deadline: When the last step should be over, by the machine's monotonic clock.
+        soon: The same if enough is measured by then.
+    """
+
+    result: Path
+    deadline: float
+    soon: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,7 @@ class ResolvedRun:
         stream: Where rank 0 shows progress.
         notes: What differs from the run so far, one sentence each.
         replaced: Keys of the plan file that the recipe replaces, one sentence each.
+        timing: Set if ranks do not train, but time its first steps.
     """
 
     recipe: Recipe
@@ -45,6 +61,7 @@ class ResolvedRun:
     stream: Stream = "none"
     notes: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    timing: Timing | None = None
 
     def with_plan(self, plan: Plan) -> Self:
         """The same run under a plan for the same ranks, which the recipe then holds in full."""

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from thinwire.errors import SpecError
-from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta, place_model
+from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
+from thinwire.spec.models.huggingface import read_config
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
+from thinwire.train.models.configured import draft_huggingface
 from thinwire.train.models.fresh import DrawnValues
 from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.huggingface import draft_huggingface, read_config
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 _DETAILS: Final = {
@@ -34,22 +34,6 @@ class DraftedModel:
     values: InitialValues
     config: Mapping[str, Any] | None = None
 
-    def materialize(self) -> nn.Module:
-        """Read all initial values in this process, into the same object on CPU in float32."""
-        self.values.open()
-        place_model(self.model, torch.device("cpu"))
-        for name, parameter in self.model.named_parameters():
-            region = tuple(slice(0, size) for size in parameter.shape)
-            parameter.data = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").copy_(
-                self.values.read(name, region)
-            )
-        return self.model
-
-
-def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> nn.Module:
-    """Build a whole model on the CPU in float32. Training uses :func:`draft` instead."""
-    return draft(recipe, vocab=vocab, seq=seq, seed=seed).materialize()
-
 
 def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedModel:
     """Build a model on the meta device, ready to be sharded, and its initial values: equal seeds give equal weights on
@@ -59,7 +43,8 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedMod
         SpecError: The model's vocabulary or longest sequence is too small for the data.
     """
     if recipe.kind == "huggingface":
-        table = read_config(recipe)
+        assert recipe.source is not None, "a rule of the recipe"
+        table = read_config(recipe.source)
         wrapped, values = draft_huggingface(recipe, table, seed=seed)
         config = wrapped.model.config.get_text_config()
         _check_fits(int(config.vocab_size), getattr(config, "max_position_embeddings", None), vocab, seq)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.decoder import Decoder
+from thinwire.train.models.huggingface import PREFIX
 
 T = TypeVar("T")
 
@@ -94,12 +95,11 @@ class InitializedValues:
     Args:
         skeleton: The whole model on the meta device; no other object may use it.
         initialize: Initialises the parameters of one module.
-        prefix: Prefix of the names that are passed to :meth:`read`.
         seed: Combined with the name of a block into the block's seed.
     """
 
-    def __init__(self, skeleton: nn.Module, initialize: Callable[[nn.Module], None], prefix: str, seed: int) -> None:
-        self._skeleton, self._initialize, self._prefix, self._seed = skeleton, initialize, prefix, seed
+    def __init__(self, skeleton: nn.Module, initialize: Callable[[nn.Module], None], seed: int) -> None:
+        self._skeleton, self._initialize, self._seed = skeleton, initialize, seed
         self._blocks: dict[str, dict[str, nn.Parameter]] = {}
         self._block_of: dict[str, str] = {}
         for name, parameter in skeleton.named_parameters():
@@ -114,7 +114,7 @@ class InitializedValues:
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
-        name = name.removeprefix(self._prefix)
+        name = name.removeprefix(PREFIX)
         return self._made.of(self._block_of[name], self._make)[name][region]
 
     @torch.no_grad()

@@ -1,44 +1,72 @@
-"""Any Hugging Face model that predicts the next token, from a directory or from a configuration."""
+"""Causal language models of ``transformers`` as thinwire trains them, on one rank or split over several.
+
+The ``base_model_tp_plan`` of a model names a style for each matrix. This module translates them to torch's styles,
+whose sums go through the groups of the plan, with their codecs. Tokens are not divided between matrices, because
+``transformers`` derives positions from the length of hidden states.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
-import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from thinwire.errors import DataError, UsageError
-from thinwire.extras import missing_sentence
-from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
-from thinwire.spec.models.huggingface import FLOAT, tagged
-from thinwire.spec.recipe import ModelRecipe
+from thinwire.errors import UsageError
 from thinwire.train.models.common import CausalOutput, cross_entropy
-from thinwire.train.models.divided import PREFIX, DividedCausal
-from thinwire.train.models.fresh import InitializedValues
-from thinwire.train.models.loaded import LoadedValues
 
-_LONGEST: Final = 300
-"""Characters of somebody else's message: transformers names every architecture it knows."""
+PREFIX: Final = "model."
+"""Of the names that a wrapped model's parameters have here."""
+
+STAGED: Final = (
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma", "granite", "arcee", "nemotron",
+)  # fmt: skip
+"""``model_type`` of the models that tests split by ``tp`` and ``pp``. Other models may scale or cap the input or output
+of their blocks, which stages in the middle must not do."""
+
+FAMILIES: Final = (*STAGED, "gemma2", "phi", "cohere")
+"""``model_type`` of the models that tests split by ``tp``."""
+
+EXPERTS: Final = ("mixtral", "qwen3_moe")
+"""``model_type`` of the mixtures of experts that tests share by ``ep``."""
+
+_HEAD_DIM: Final = 2
+"""Dimension of the heads in normalised queries and keys, ``(B, T, heads, width)``."""
 
 
-class HuggingFaceCausal(DividedCausal):
+class HuggingFaceCausal(nn.Module):
     """A ``transformers`` causal language model with our convention for labels and our loss.
-
-    It can be split over ranks if its family is in :data:`thinwire.train.models.divided.FAMILIES`.
 
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
     already the next tokens, as everywhere in thinwire, and the loss is
     :func:`~thinwire.train.models.common.cross_entropy`.
+
+    If its family is in :data:`FAMILIES`, it can be split over ranks: a :class:`thinwire.parallel.Divisible`.
+
+    Args:
+        model: For example a ``LlamaForCausalLM``; it is changed in place.
+
+    Attributes:
+        first: Whether this stage has the embedding.
+        last: Whether this stage has the head.
+        sequence_ways: Always 1, because tokens are not divided between matrices.
+        cuts_sequences: Always ``False``, for the same reason.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        config: Any = model.config
+    sequence_ways = 1
+    cuts_sequences = False
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.first = self.last = True
+        config = model.config
         self.balance = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self.has_router = bool(getattr(config, "output_router_logits", False))
         # A model that takes images as well may want to know where they are: nowhere.
@@ -66,185 +94,146 @@ class HuggingFaceCausal(DividedCausal):
             loss = loss + self.balance * output.aux_loss.float()
         return CausalOutput(logits, loss)
 
+    # -- sizes -------------------------------------------------------------------------------------------------
 
-def draft_huggingface(
-    recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int
-) -> tuple[HuggingFaceCausal, InitialValues]:
-    """Build the model of a configuration (:func:`read_config`), with parameters on the meta device, and say where their
-    values are: in the directory's safetensors files, or made from a seed by the model's own initialiser.
+    @property
+    def num_blocks(self) -> int:
+        return len(self._base.layers)
 
-    Raises:
-        DataError: The configuration describes no causal language model.
-    """
-    what = "model.config" if recipe.path is None else f"model.path = {recipe.path}"
-    model = causal_on_meta(config, what)
-    values: InitialValues
-    if recipe.starts_from_files:
-        assert recipe.path is not None, "a rule of the recipe"
-        values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
-    else:
-        skeleton = causal_on_meta(config, what)
-        values = InitializedValues(skeleton, _initializer(skeleton), PREFIX, seed)
-    return HuggingFaceCausal(model), values
+    @property
+    def width(self) -> int:
+        """Width of the hidden states, D."""
+        return int(self._config.hidden_size)
 
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, V."""
+        return int(self._config.vocab_size)
 
-def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:
-    """What initialises one module: the method of the innermost ``transformers`` model around it, as in
-    ``transformers`` itself. A vision tower, and some text models, have rules of their own."""
-    methods: dict[int, Callable[[nn.Module], None]] = {}
+    @property
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """Sizes that the number of tensor-parallel ranks must divide, by name."""
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: int(getattr(self._config, name)) for name in names}
 
-    def walk(module: nn.Module, method: Any) -> None:
-        method = getattr(module, "_init_weights", method)
-        methods[id(module)] = method
-        for child in module.children():
-            walk(child, method)
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return bool(self._config.tie_word_embeddings)
 
-    walk(model, None)
-    return lambda module: methods[id(module)](module)
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the model is of a family whose experts ranks can share."""
+        return self._config.model_type in EXPERTS
 
+    def check_divisible(self, *, tp: int, pp: int) -> None:
+        """Raise unless the model can be split like this.
 
-def read_config(recipe: ModelRecipe) -> dict[str, Any]:
-    """The configuration of a recipe's Hugging Face model.
+        Raises:
+            UsageError: The model's family, or its tied embedding, is not supported.
+        """
+        kind = self._config.model_type
+        for key, ways, families in (("tp", tp, FAMILIES), ("pp", pp, STAGED)):
+            if ways > 1 and kind not in families:
+                raise UsageError(
+                    f"{key} = {ways} does not work with model_type = {kind!r}: models of {', '.join(families)} can be "
+                    f"split so, and thinwire's own (kind = 'llama' or 'gpt'); use {key} = 1"
+                )
+        if tp > 1 and self.is_tied and not self._cuts_embedding:
+            embedding = self._embedding
+            raise UsageError(
+                f"tp = {tp} does not work with tie_word_embeddings and {type(embedding).__name__} with pad_token_id "
+                f"= {embedding.padding_idx}: the head is split by vocabulary, and this embedding is not. Set "
+                "pad_token_id to null if the embedding is an Embedding, or tie_word_embeddings to false, or use tp = 1"
+            )
 
-    Raises:
-        DataError: there is none.
-    """
-    if recipe.path is not None:
-        return tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
-    assert recipe.config is not None, "the recipe's own rule demands path or config"
-    table = _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
-    return tagged(table)  # type: ignore[no-any-return]
+    # -- splitting ---------------------------------------------------------------------------------------------
 
+    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
+        """torch's style of each module of this stage, by name."""
+        assert not sequence
+        styles: dict[str, ParallelStyle] = {}
+        shared = set()
+        for pattern, style in self._config.base_model_tp_plan.items():
+            name = f"{PREFIX}{self.model.base_model_prefix}.{pattern}"
+            styles[name] = _style(style)
+            if style == "colwise":
+                shared.add(name.rpartition(".")[0])
+        # All matrices read one DTensor, so that their gradients are added up before they are sent.
+        styles |= {name: _SharedInput() for name in shared}
+        if self.first and self._cuts_embedding:
+            styles[f"{PREFIX}{self.model.base_model_prefix}.embed_tokens"] = RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Replicate()
+            )
+        if self.last:
+            styles[f"{PREFIX}lm_head"] = ColwiseParallel(output_layouts=Shard(-1))
+        return styles
 
-def _untagged(value: Any) -> Any:
-    """A configuration with its infinities and NaN."""
-    if isinstance(value, Mapping):
-        if set(value) == {FLOAT}:
-            return float(value[FLOAT])
-        return {key: _untagged(item) for key, item in value.items()}
-    return [_untagged(item) for item in value] if isinstance(value, list | tuple) else value
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, if they are tied."""
+        if self.is_tied and self.first and self.last:
+            self.model.lm_head.weight = self._embedding.weight
 
+    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
+        """Keep one stage of a pipeline. Blocks keep their names."""
+        base = self._base
+        kept = nn.ModuleList()
+        for index in blocks:
+            kept.add_module(str(index), base.layers[index])
+        base.layers = kept
+        base.config = copy.deepcopy(base.config)  # the forward reads each block's kind of attention from it
+        if getattr(base.config, "layer_types", None) is not None:
+            base.config.layer_types = base.config.layer_types[blocks.start : blocks.stop]
+        base.config.num_hidden_layers = len(blocks)
+        if not first:
+            base.embed_tokens = None
+        if not last:
+            base.norm = nn.Identity()
+            self.model.lm_head = nn.Identity()
+        self.first, self.last = first, last
 
-def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
-    """Build a causal language model of ``transformers`` from its configuration, with parameters on the meta device.
+    @property
+    def _config(self) -> Any:
+        return self.model.config
 
-    Raises:
-        DataError: it describes no causal language model, or one of quantised weights.
-    """
-    transformers = _transformers()
-    from huggingface_hub.errors import StrictDataclassError
+    @property
+    def _base(self) -> Any:
+        return getattr(self.model, self.model.base_model_prefix)
 
-    fields: dict[str, Any] = _untagged(table)
-    kind = fields.pop("model_type", None)
-    if not isinstance(kind, str):
-        raise DataError(f'{what} has no model_type; write for example model_type = "mixtral"')
-    if fields.get("quantization_config"):
-        raise DataError(f"{what}: quantised weights cannot be trained; give the model's weights in bf16, fp16 or fp32")
-    with _quiet(transformers), torch.random.fork_rng(devices=[]), parameters_on_meta():
-        try:
-            config = transformers.AutoConfig.for_model(kind, **fields)
-            model = _auto_class(transformers, kind, config, what).from_config(config, dtype=torch.float32)
-        except DataError:
-            raise
-        except (ValueError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
-            raise DataError(f"{what} with model_type = {kind!r} gives no model: {_first_line(error)}") from error
-    _check_trains_on_text(model, kind, what)
-    return model
+    @property
+    def _cuts_embedding(self) -> bool:
+        """Whether the embedding is split by vocabulary: only if it just looks up, and has no padding token."""
+        return type(self._embedding) is nn.Embedding and self._embedding.padding_idx is None
 
-
-def _auto_class(transformers: Any, kind: str, config: Any, what: str) -> Any:
-    """The class of ``transformers`` that makes a language model of a configuration.
-
-    Raises:
-        DataError: it makes none that predicts the next token from the tokens before.
-    """
-    known = transformers.models.auto.modeling_auto
-    sees_all = getattr(config, "attn_type", None) == "bi"  # XLNet
-    if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not sees_all:
-        return transformers.AutoModelForCausalLM
-    text = config.get_text_config()
-    pair = config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False)
-    if kind in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not pair:
-        return transformers.AutoModelForImageTextToText
-    if pair or kind in known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        nature = "an encoder-decoder, which needs pairs of texts"
-    elif sees_all or kind in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        nature = "an encoder, which fills in masked tokens"
-    else:
-        nature = "no language model"
-    raise DataError(
-        f"{what} with model_type = {kind!r} describes {nature}: `thinwire train` predicts the next token of a text. "
-        "Give a causal model, or train this one in a loop of your own with thinwire.shard (docs/huggingface.md)"
-    )
-
-
-def _check_trains_on_text(model: nn.Module, kind: str, what: str) -> None:
-    """Raise unless a model computes from tokens alone, each from those before it.
-
-    Raises:
-        DataError: it does not.
-    """
-    required = [
-        name
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    if set(required) - {"input_ids"}:
-        raise DataError(
-            f"{what} with model_type = {kind!r} takes {' and '.join(required)} in every batch, and `thinwire train` "
-            "has text alone; train it in a loop of your own with thinwire.shard (docs/huggingface.md)"
-        )
-    # Towers for images may see all of an image.
-    if getattr(model.config, "vision_config", None) is None and any(
-        getattr(module, "is_decoder", None) is False for module in model.modules()
-    ):
-        raise DataError(
-            f"{what} with model_type = {kind!r} is an encoder, whose tokens see those that they should predict: only "
-            "causal models can be trained; set is_decoder = true in its configuration to make it one"
-        )
+    @property
+    def _embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = self._base.embed_tokens
+        return embedding
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(missing_sentence('model.kind = "huggingface"', ("transformers",), "transformers")) from error
-    return transformers
+class _SharedInput(ParallelStyle):
+    """Converts hidden states to one DTensor for all matrices of a module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (_replicated(args[0], device_mesh), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": _replicated(kwargs["hidden_states"], device_mesh)}
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        return module
 
 
-def _read_config(what: str, path: str) -> dict[str, Any]:
-    file = Path(path).expanduser()
-    if file.is_dir() or what == "model.path":
-        file /= "config.json"
-    if not file.is_file():
-        raise DataError(
-            f"{what}: {path} holds no config.json; give a directory written by save_pretrained (nothing is downloaded)"
-            if what == "model.path"
-            else f"{what}: {path} is no readable config.json: there is no such file"
-        )
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{what}: {path} is no readable config.json: {error}") from error
-    if not isinstance(table, dict):
-        raise DataError(f"{what}: {path} should hold a JSON object")
-    return table
+def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
-@contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """Keep loading bars of every rank off the terminal."""
-    logging = transformers.utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rsplit(' ', 1)[0]} ..."
+def _style(name: str) -> ParallelStyle:
+    """torch's style for a style of ``transformers``."""
+    if name == "colwise":
+        return ColwiseParallel()
+    if name == "rowwise":
+        return RowwiseParallel(output_layouts=Replicate())
+    if name == "replicated_with_grad_allreduce":  # norms of queries and keys, of which each rank has its heads
+        return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
+    raise UsageError(f"a tensor-parallel style of transformers, {name!r}, is not supported; use tp = 1")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import DataError
 from thinwire.sharding.memory.initial import Region
+from thinwire.train.models.huggingface import PREFIX
 from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
 SINGLE: Final = "model.safetensors"
@@ -53,11 +54,10 @@ class LoadedValues:
         directory: Directory with ``model.safetensors``, or with the index and its files.
         model: The whole ``transformers`` model on the meta device. Its persistent buffers are filled when the files are
             opened.
-        prefix: Prefix of the names that are passed to :meth:`read`.
     """
 
-    def __init__(self, directory: Path, model: nn.Module, prefix: str) -> None:
-        self._directory, self._model, self._prefix = directory, model, prefix
+    def __init__(self, directory: Path, model: nn.Module) -> None:
+        self._directory, self._model = directory, model
         self._whole = copy.deepcopy(model)  # matches the files even if the model is split before they are opened
         self._sources: dict[str, list[tuple[FileTensor, _StoredTensor]]] = {}
         self._handles: dict[Path, Any] = {}
@@ -75,12 +75,12 @@ class LoadedValues:
             raise DataError(f"{self._directory} does not fit {type(self._whole).__name__}: {'; '.join(problems)}")
         for name, buffer in persistent_buffers(self._model).items():
             region = tuple(slice(0, size) for size in buffer.shape)
-            buffer.copy_(self.read(self._prefix + name, region))
+            buffer.copy_(self.read(PREFIX + name, region))
         return f"{len(held)} tensors, {_digest(held)}"
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
-        sources = self._sources[name.removeprefix(self._prefix)]
+        sources = self._sources[name.removeprefix(PREFIX)]
         whole: Tensor | None = None
         for tensor, held in sources:
             overlap = tensor.overlap(region)

@@ -21,8 +21,7 @@ class IslandWatch:
     def __init__(self, model: ParallelModel, position: Position, cluster: ClusterRecipe) -> None:
         plan = model.plan
         self._model, self.position, self._cluster = model.chunks[0], position, cluster
-        self._samples = plan.data_ranks * plan.micro_batch * plan.micro_batches
-        self._elastic = plan.is_elastic
+        self._samples, self._elastic = plan.global_batch, plan.is_elastic
         self.sampler = model.grid.sampler + (cluster.island or 0) * plan.world
         self._exchanges: list[dict[str, Any]] = []
 

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -30,7 +29,7 @@ from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import free_port
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.processes.race import Lap, concluded, run_lap
+from thinwire.train.processes.race import Answer, Lap, concluded, run_lap
 from thinwire.train.processes.ranks import Failure
 from thinwire.train.processes.server import called
 
@@ -47,14 +46,6 @@ _SILENT: Final = "the process that tries plans for it has ended, or says nothing
 
 _READY: Final = "\n"
 """What a helper says before its first answer."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What one rank's helper says of a lap."""
-
-    seconds: tuple[float, ...]
-    failure: Failure | None
 
 
 class LapsBeside:
@@ -112,17 +103,16 @@ class LapsBeside:
         port = self._ranks.all_gather_typed(free_port(), Typed[int](int))[0]
         meeting = {"MASTER_ADDR": self._address, "MASTER_PORT": str(port)}
         given = {"left": left, "part": part, "only": {**self._own, **meeting}}
-        self._say({"run": _written(self._run), "plan": plan.to_dict(), **given})
-        answers = self._ranks.all_gather_typed(self._awaited(left + _ENDING), _ANSWER)
-        return concluded(answers[0].seconds, [each.failure for each in answers], left)
+        self._say({"run": _written(self._run.with_plan(plan)), **given})
+        return concluded(self._ranks.all_gather_typed(self._awaited(left + _ENDING), _ANSWER), left)
 
-    def _awaited(self, patience: float) -> _Answer:
+    def _awaited(self, patience: float) -> Answer:
         """The helper's answer. Once a rank has failed, the others need not answer: they may wait for it in vain."""
         deadline, last = time.monotonic() + patience, math.inf
-        answer: _Answer | None = None
+        answer: Answer | None = None
         while True:
             answer = answer or self._heard(_ROUND)
-            mine = answer is not None, answer is not None and answer.failure is not None, time.monotonic() > deadline
+            mine = answer is not None, answer is not None and answer[1] is not None, time.monotonic() > deadline
             states = self._ranks.all_gather_typed(mine, _STATES)
             if any(failed for _, failed, _ in states):
                 last = min(last, _LAST_WORDS) - _ROUND
@@ -131,7 +121,7 @@ class LapsBeside:
         if answer is not None:
             return answer
         self._replace()
-        return _Answer((), Failure(self._ranks.rank, _SILENT) if last > 0 else None)
+        return [], Failure(self._ranks.rank, _SILENT) if last > 0 else None
 
     def _say(self, message: Mapping[str, Any]) -> None:
         """Ask the helper."""
@@ -141,7 +131,7 @@ class LapsBeside:
             stdin.write(json.dumps(message) + "\n")
             stdin.flush()
 
-    def _heard(self, patience: float) -> _Answer | None:
+    def _heard(self, patience: float) -> Answer | None:
         """What the helper answers within so many seconds, if anything. Another one takes the place of one that has
         ended."""
         line = self._line(patience)
@@ -149,7 +139,7 @@ class LapsBeside:
             return None
         if not line:
             self._replace()
-            return _Answer((), Failure(self._ranks.rank, _SILENT))
+            return [], Failure(self._ranks.rank, _SILENT)
         return _ANSWER.decode(line.encode())
 
     def _line(self, patience: float) -> str | None:
@@ -169,7 +159,7 @@ class LapsBeside:
 _STATES: Final[Typed[tuple[bool, bool, bool]]] = Typed(tuple[bool, bool, bool])
 """Whether a rank's helper has answered, whether it has failed, and whether its time is over."""
 
-_ANSWER: Final = Typed[_Answer](_Answer)
+_ANSWER: Final[Typed[Answer]] = Typed(Answer)
 
 
 def _helper() -> subprocess.Popen[str]:
@@ -200,9 +190,8 @@ def _serve() -> None:
     answers.flush()
     for line in sys.stdin:
         message = json.loads(line)
-        run, plan = _read(message["run"]), Plan.parse(message["plan"])
-        seconds, failure = run_lap(run, plan, message["left"], message["part"], message["only"])
-        answers.write(_ANSWER.encode(_Answer(tuple(seconds), failure)).decode() + "\n")
+        answer = run_lap(_read(message["run"]), message["left"], message["part"], message["only"])
+        answers.write(_ANSWER.encode(answer).decode() + "\n")
         answers.flush()
 
 

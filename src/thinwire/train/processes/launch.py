@@ -41,18 +41,12 @@ def launch(run: ResolvedRun, report: Report) -> None:
     with _stop_on_signal(directory, report):
         for restart in range(max_restarts + 1):
             try:
-                failure = run_ranks(replace(run, resume=run.resume or restart > 0), _train)
+                failure = run_ranks(replace(run, resume=run.resume or restart > 0))
             except _EndedBySignalError as error:
                 raise LostRankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:
                 return
             report(_next_attempt(failure, directory, restart, max_restarts))
-
-
-def _train(run: ResolvedRun) -> int:
-    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
-
-    return be_rank(run)
 
 
 def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_restarts: int) -> str:

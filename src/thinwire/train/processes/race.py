@@ -21,7 +21,7 @@ from thinwire.plan import PricedPlan, summary
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile, StepRow
 from thinwire.train.directory import RunDirectory
-from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.launching.resolved import ResolvedRun, Timing
 from thinwire.train.processes.ranks import Failure, cause, run_ranks
 from thinwire.units import format_duration
 
@@ -32,6 +32,13 @@ SHARE: Final = 0.01
 
 _LEAST_STEPS: Final = 3
 """Steps without which a lap says nothing: those that do not count, and one."""
+
+_FAR: Final = 1_000_000
+"""Steps of a run whose last one no lap reaches: there, a run validates and saves."""
+
+
+Answer = tuple[list[float], Failure | None]
+"""What one process says of a lap: seconds of the steps, if it has started rank 0; the failure that explains others."""
 
 
 @dataclass(frozen=True)
@@ -192,60 +199,41 @@ def race(
 def lap_here(run: ResolvedRun) -> Callable[[Plan, float, float], Lap]:
     """Laps whose ranks this process starts, all on this machine. They take the model, tokens and batches of a run, and
     write nothing into its directory."""
-
-    def lap(plan: Plan, left: float, part: float) -> Lap:
-        seconds, failure = run_lap(run, plan, left, part)
-        return concluded(seconds, [failure], left)
-
-    return lap
+    return lambda plan, left, part: concluded([run_lap(run.with_plan(plan), left, part)], left)
 
 
-def run_lap(
-    run: ResolvedRun, plan: Plan, left: float, part: float, only: Mapping[str, str] | None = None
-) -> tuple[list[float], Failure | None]:
-    """Start ranks that try a plan on a run of any plan, and wait for them: for ``left`` seconds, after ``part`` of
-    which they make no further step once enough is measured. ``only`` are environment variables of the one rank to start
-    here, if others start the other ranks. Returns the seconds of the steps, if rank 0 was started here, and the failure
-    that explains the others."""
+def run_lap(run: ResolvedRun, left: float, part: float, only: Mapping[str, str] | None = None) -> Answer:
+    """Start ranks that try the plan of a run, and wait for them: for ``left`` seconds, after ``part`` of which they
+    make no further step once enough is measured. ``only`` are environment variables of the one rank to start here, if
+    others start the other ranks."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="thinwire-race-") as directory:
-        result, entered = Path(directory) / "seconds.json", _entered(run, plan, Path(directory))
+        result = Path(directory) / "seconds.json"
+        entered = _entered(run, Path(directory), Timing(result, begun + left, begun + part))
         entered.directory.logs.mkdir()
-        perform = functools.partial(_race, result=result, deadline=begun + left, soon=begun + part)
         try:
-            failure = run_ranks(entered, perform, only=only, limit=left)
+            failure = run_ranks(entered, only=only, limit=left)
         except TimeoutError:
             return [], None
         seconds = json.loads(result.read_text(encoding="utf-8")) if result.exists() and failure is None else []
         return seconds, failure
 
 
-def concluded(seconds: Sequence[float], failures: Sequence[Failure | None], left: float) -> Lap:
-    """The outcome of a lap that was allowed to take ``left`` seconds: from the seconds of its steps and, of each
-    process that started ranks, the failure that explains the others."""
-    found = [failure for failure in failures if failure is not None]
-    if found:
-        first = cause(found)
+def concluded(answers: Sequence[Answer], left: float) -> Lap:
+    """The outcome of a lap that was allowed to take ``left`` seconds, from the answers of all processes that started
+    ranks, that with rank 0 first."""
+    failures = [failure for _, failure in answers if failure is not None]
+    if failures:
+        first = cause(failures)
         return Lap(problem=f"rank {first.rank}: {first.sentence}", failed=True)
+    seconds, _ = answers[0]
     if not seconds:
         return Lap(problem=f"no step was timed in the {format_duration(left)} that were left")
     return Lap(tuple(seconds))
 
 
-def _entered(run: ResolvedRun, plan: Plan, directory: Path) -> ResolvedRun:
-    """The run under a plan, without what it does beside its steps."""
-    named = run.with_plan(plan)
-    steps = max(run.recipe.train.steps, _FAR)
-    quiet = {"steps": steps, "validate_every": 0, "check_replicas": 0}
-    recipe = named.recipe.with_(train=quiet, checkpoint={"every": 0})
-    return ResolvedRun(recipe, plan, RunDirectory(directory), named.node_ranks)
-
-
-_FAR: Final = 1_000_000
-"""Steps of a run whose last one no lap reaches: there, a run validates and saves."""
-
-
-def _race(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
-    from thinwire.train.processes.worker import be_racer  # imported long ago, by the server
-
-    return be_racer(run, result=result, deadline=deadline, soon=soon)
+def _entered(run: ResolvedRun, directory: Path, timing: Timing) -> ResolvedRun:
+    """The run in another directory, which only times its steps."""
+    quiet = {"steps": max(run.recipe.train.steps, _FAR), "validate_every": 0, "check_replicas": 0}
+    recipe = run.recipe.with_(train=quiet, checkpoint={"every": 0})
+    return ResolvedRun(recipe, run.plan, RunDirectory(directory), run.node_ranks, timing=timing)

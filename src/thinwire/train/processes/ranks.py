@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,9 +22,6 @@ from thinwire.errors import Room
 from thinwire.train.environment import free_port, num_cores
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.server import end_with_launcher, leave_session, start
-
-Perform = Callable[[ResolvedRun], int]
-"""What a rank does, by a name that can be pickled; it returns the exit status."""
 
 _CURABLE: Final = ("CollectiveError",)
 """Expected errors that a restart may cure: other ranks raise them when a rank is lost."""
@@ -84,13 +81,7 @@ class Failure:
         return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
 
 
-def run_ranks(
-    run: ResolvedRun,
-    perform: Perform,
-    *,
-    only: Mapping[str, str] | None = None,
-    limit: float | None = None,
-) -> Failure | None:
+def run_ranks(run: ResolvedRun, *, only: Mapping[str, str] | None = None, limit: float | None = None) -> Failure | None:
     """Start all ranks of a run, whose directory has been opened, and wait until they have ended; if others start the
     other ranks, only that of these environment variables. Returns the failure that explains the others; ``None`` if
     every rank has succeeded.
@@ -107,7 +98,7 @@ def run_ranks(
             own["TORCHELASTIC_ERROR_FILE"] = str(words / str(rank))
             # Rank 0 owns the terminal; the output of the others goes to files.
             log = run.directory.logs / f"rank-{rank}.log" if rank or only is not None else None
-            processes[rank] = start(f"rank {rank}", _rank, dict(os.environ) | own, log, run, perform)
+            processes[rank] = start(f"rank {rank}", _rank, dict(os.environ) | own, log, run)
         while not (failures := _failures(processes, words)) and (left := _running(processes)):
             patience = None if limit is None else began + limit - time.monotonic()
             if not wait([process.sentinel for process in left], patience):
@@ -128,8 +119,10 @@ def cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.weight)
 
 
-def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, perform: Perform) -> None:
+def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun) -> None:
     """Be a rank, in a process that the server has forked."""
+    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
+
     leave_session()
     end_with_launcher()
     os.environ.clear()
@@ -138,7 +131,7 @@ def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, pe
         with log.open("ab") as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
-    raise SystemExit(perform(run))
+    raise SystemExit(be_rank(run))
 
 
 def _all_here(num_ranks: int) -> list[dict[str, str]]:

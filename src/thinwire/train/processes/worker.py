@@ -13,7 +13,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +24,9 @@ from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import Dataset, prepare
 from thinwire.train.environment import join, rank_device
-from thinwire.train.lap import timed_steps
-from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.launching.resolved import ResolvedRun, Timing
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import train_rank
+from thinwire.train.loop import timed_steps, train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes reserved for the file in which a rank reports the cause of its failure."""
@@ -101,32 +100,23 @@ def _record(error: Exception, log: Path) -> None:
 
 def be_rank(run: ResolvedRun) -> int:
     """Be one rank of a run that our launcher has opened, in a process of its own; returns its exit status."""
-    return _status(run, lambda: train(run, launched=True))
-
-
-def be_racer(run: ResolvedRun, *, result: Path, deadline: float, soon: float) -> int:
-    """Be one rank that tries a run's plan, in a process of its own; returns its exit status. Rank 0 writes the seconds
-    of its steps to a file, a list in JSON. The last step should be over at a deadline of the machine's monotonic clock,
-    or ``soon`` if enough is measured."""
-
-    def race() -> None:
-        with _joined(run) as (dataset, device):
-            seconds = timed_steps(run, dataset, device, deadline, soon)
-            if group.control().rank == 0:
-                result.write_text(json.dumps(seconds), encoding="utf-8")
-
-    return _status(run, race)
-
-
-def _status(run: ResolvedRun, perform: Callable[[], object]) -> int:
-    """Exit status of a process that is one rank and performs something."""
     with contextlib.suppress(OSError):  # the name that ps and top show
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="utf-8")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
         with recorded_failure(run.directory.logs):
-            perform()
+            if run.timing is None:
+                train(run, launched=True)
+            else:
+                _time(run, run.timing)
     except Exception:
         return 1
     return 0
+
+
+def _time(run: ResolvedRun, timing: Timing) -> None:
+    with _joined(run) as (dataset, device):
+        seconds = timed_steps(run, dataset, device, timing.deadline, timing.soon)
+        if group.control().rank == 0:
+            timing.result.write_text(json.dumps(seconds), encoding="utf-8")
