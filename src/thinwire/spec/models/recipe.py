@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Flag, Positive, Problem, Share, rule
-from thinwire.spec.models.huggingface import huggingface_shape
+from thinwire.spec.models.huggingface import huggingface_shape, read_config
 from thinwire.spec.models.model import Dimensions, ModelSpec
 
 _DIMENSIONS = (
@@ -51,6 +52,15 @@ class ModelRecipe(Dimensions):
     def source(self) -> str | dict[str, Any] | None:
         """Where a Hugging Face model's configuration is, or the configuration itself."""
         return self.path if self.config is None else self.config
+
+    @cached_property
+    def configuration(self) -> dict[str, Any] | None:
+        """The configuration of a Hugging Face model, which is read once.
+
+        Raises:
+            SpecError: It cannot be read.
+        """
+        return None if self.source is None else read_config(self.source)
 
     @property
     def starts_from_files(self) -> bool:

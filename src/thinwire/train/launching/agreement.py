@@ -64,7 +64,7 @@ def _essentials(recipe: Recipe, fingerprint: str) -> Iterator[tuple[str, str]]:
         for key, value in values.items():
             if f"{section}.{key}" not in _PLACES:
                 yield f"{section}.{key}", repr(value)
-    if (config := recipe.model.source) is not None:
+    if (config := recipe.model.configuration) is not None:
         # Weights are not compared, as they take long to read: whether they are in files is.
         yield "initial weights", "from files" if recipe.model.starts_from_files else "at random"
         for key, value in computed_with(config).items():

@@ -10,7 +10,6 @@ from torch import nn
 
 from thinwire.errors import SpecError
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
-from thinwire.spec.models.huggingface import read_config
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.configured import draft_huggingface
@@ -43,8 +42,8 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int) -> DraftedMod
         SpecError: The model's vocabulary or longest sequence is too small for the data.
     """
     if recipe.kind == "huggingface":
-        assert recipe.source is not None, "a rule of the recipe"
-        table = read_config(recipe.source)
+        table = recipe.configuration
+        assert table is not None, "a rule of the recipe"
         wrapped, values = draft_huggingface(recipe, table, seed=seed)
         config = wrapped.model.config.get_text_config()
         _check_fits(int(config.vocab_size), getattr(config, "max_position_embeddings", None), vocab, seq)
