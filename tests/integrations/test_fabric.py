@@ -197,7 +197,7 @@ def optimizer_of(model: Blocks, part: bool) -> torch.optim.Optimizer:
     """An optimizer of a part of a model, or of all of it in two groups."""
     if part:
         return torch.optim.Adam(model.blocks.parameters(), 0.03)
-    groups = [{"params": model.head.parameters(), "lr": 0.02}, {"params": model.blocks.parameters()}]
+    groups = [{"params": model.head.parameters(), "lr": 0.02}, {"params": [*model.blocks.parameters()][::-1]}]
     return torch.optim.AdamW(groups, 0.01)
 
 

@@ -28,7 +28,7 @@ from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
-from thinwire.sharding.checkpointing.full_state import load_whole_share_state, load_whole_state
+from thinwire.sharding.checkpointing.full_state import load_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Factor
@@ -281,7 +281,7 @@ class ThinwireFabricStrategy(DDPStrategy):
             KeyError: The state has a key that the checkpoint lacks, and ``strict`` is set.
         """
         if isinstance(state, torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
-            _load_raw(state, self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            load_whole_state(state, self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
             return {}
         if isinstance(state, nn.Module):
             remainder: dict[str, Any] = super().load_checkpoint(path, _original(state), strict, weights_only)
@@ -312,15 +312,6 @@ class ThinwireFabricStrategy(DDPStrategy):
             else:
                 state[key] = value
         return others
-
-
-def _load_raw(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
-    """Load the state dict of the whole module's optimizer."""
-    if isinstance(optimizer, ShardedOptimizer):
-        names = [[share.spec.name for share in group["params"]] for group in optimizer.param_groups]
-        load_whole_state(optimizer, names, whole)
-    else:
-        load_whole_share_state(optimizer, whole)
 
 
 class _Sharded:
