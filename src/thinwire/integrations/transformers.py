@@ -21,11 +21,10 @@ from transformers import Trainer, TrainingArguments
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
-from thinwire.integrations.common.automatic import automatic_plan
+from thinwire.integrations.common.automatic import AutoPlan, automatic_plan
 from thinwire.integrations.common.optimizers import begin_micro_batch, is_sharded, names_of, over_shares
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.integrations.common.typed_state import decoded, encoded
-from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
@@ -135,20 +134,28 @@ class ThinwireTrainerMixin:
         if self._plan != "auto":
             return template
         length = getattr(self.args, "sequence_length", None) or getattr(self.args, "max_length", None)
+        if length is None:
+            raise UsageError(
+                'plan="auto": the length of sequences is unknown, on which memory and time depend; set '
+                "ThinwireArguments(sequence_length=...), or max_length of TRL's configurations"
+            )
         # Under the new name of that argument, or the old one.
         names = ("activation_checkpointing", "gradient_checkpointing")
         recomputes = any(bool(getattr(self.args, name, False)) for name in names)
-        chosen = automatic_plan(
-            self.model.config.to_dict(),
+        auto = AutoPlan(
             length,
+            template.micro_batch,
+            getattr(self.args, "profile", None),
+            getattr(self.args, "codecs", "lossless"),
+        )
+        return automatic_plan(
+            self.model,
+            auto,
             template.with_(recompute=recomputes),
             self.args.device,
-            getattr(self.args, "profile", None),
             clip=bool(self.args.max_grad_norm),
             steps=self.args.max_steps if self.args.max_steps > 0 else None,
-            codecs=_codecs(self.args),
         )
-        return chosen.with_(recompute=False)  # the trainer itself recomputes
 
     def _scale_losses(self) -> None:
         """Multiply losses by a loss scale of thinwire's before their backwards, and divide gradients by it."""
@@ -284,15 +291,3 @@ def _check_weights_only(checkpoint: Path) -> None:
                 f"resume_from_checkpoint={str(checkpoint)!r}: {name} was saved without thinwire, and its states cannot "
                 "be loaded into shares; copy the checkpoint without optimizer and scheduler to go on from its weights"
             )
-
-
-def _codecs(args: Any) -> CodecLevel:
-    """How lossy codecs of ``plan="auto"`` may be.
-
-    Raises:
-        UsageError: There is no such level.
-    """
-    level = getattr(args, "codecs", "lossless")
-    if level not in CODEC_LEVELS:
-        raise UsageError(f"codecs={level!r} is no level of compression: {', '.join(CODEC_LEVELS)}")
-    return level
