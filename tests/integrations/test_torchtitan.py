@@ -207,7 +207,7 @@ def resume_data(folder: Path) -> None:
     config = configure(folder, "zero3")
     config.checkpoint.enable = True
     trainer = config.build()
-    from thinwire.integrations.torchtitan_parts import _continue
+    from thinwire.integrations.torchtitan_checkpoints import _continue
 
     _continue(trainer.dataloader, [{"dict": [["next", 1]]}, {"dict": [["next", 2]]}, {"dict": [["next", 3]]}])
 
