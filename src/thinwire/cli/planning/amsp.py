@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
-from thinwire.cli.planning.tables import introduce, row_json
+from thinwire.cli.planning.tables import factors_and_batch, introduce, row_json
 from thinwire.report import Sheet
 
 if TYPE_CHECKING:
@@ -60,13 +60,10 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, e
 
 
 def _cells(number: int, row: AmspPlan) -> list[str]:
-    chosen, times = row.plan, row.times
+    times = row.times
     return [
         f"{number} {row.label or ''}".strip(),
-        str(chosen.params),
-        str(chosen.grads),
-        str(chosen.optimizer),
-        f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        *factors_and_batch(row.plan),
         *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
         f"{row.objective:.3f}",
         f"{row.memory.total / _GIB:.1f}",
@@ -108,16 +105,11 @@ def objectives_json(job: TrainingJob, both: BothObjectives | None) -> dict[str, 
 
 
 def _cells_of_both(name: str, row: UnderBoth) -> list[str]:
-    plan, step = row.plan, row.step
-    terms = (*row.summed.terms.values(), row.summed.objective)
-    times = (*terms, row.transferring, row.waiting, step.seconds)
+    times = (*row.summed.terms.values(), row.summed.objective, row.transferring, row.waiting, row.step.seconds)
     return [
         name,
-        str(plan.params),
-        str(plan.grads),
-        str(plan.optimizer),
-        f"{plan.micro_batch} x {plan.micro_batches}{' recompute' if plan.recompute else ''}",
+        *factors_and_batch(row.plan),
         *(f"{seconds:.3f}" for seconds in times),
         f"{row.summed.memory.total / _GIB:.1f}",
-        f"{step.memory.total / _GIB:.1f}",
+        f"{row.step.memory.total / _GIB:.1f}",
     ]
