@@ -12,9 +12,9 @@ import typer
 from rich.table import Table
 
 from thinwire.cli.terminal.console import plain_console
-from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.errors import explained, writing
 from thinwire.cli.terminal.options import expand_options
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import SpecError
 from thinwire.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
@@ -119,7 +119,9 @@ def lab(options: LabOptions) -> None:
             traffic = cluster.traffic()
         _show(spec, outcome, traffic)
         if options.as_json is not None:
-            _write(options.as_json, _summary(options.command, kind, spec, outcome, traffic))
+            text = json.dumps(_summary(options.command, kind, spec, outcome, traffic), indent=2) + "\n"
+            with writing("--json", options.as_json):
+                options.as_json.write_text(text, encoding="utf-8")
     raise typer.Exit(outcome.status)
 
 
@@ -230,10 +232,3 @@ def _summary(
         for node, link in enumerate(traffic)
     ]
     return {"command": list(command), "per": per.value, **asdict(spec), **asdict(outcome), "links": links}
-
-
-def _write(path: Path, summary: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"json = {str(path)!r} cannot be written: {error.strerror}") from error
