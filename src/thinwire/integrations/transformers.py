@@ -130,10 +130,15 @@ class ThinwireTrainerMixin:
         return self.optimizer  # type: ignore[no-any-return]
 
     def _resolved_plan(self) -> Plan:
-        template = resolved("zero3" if self._plan == "auto" else self._plan, self.args)
+        args = self.args
+        dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+        named = "zero3" if self._plan == "auto" else self._plan
+        template = chosen_plan(named, launched_mesh(args.world_size), dtype).with_(
+            micro_batch=args.per_device_train_batch_size, micro_batches=args.gradient_accumulation_steps
+        )
         if self._plan != "auto":
             return template
-        length = getattr(self.args, "sequence_length", None) or getattr(self.args, "max_length", None)
+        length = getattr(args, "sequence_length", None) or getattr(args, "max_length", None)
         if length is None:
             raise UsageError(
                 'plan="auto": the length of sequences is unknown, on which memory and time depend; set '
@@ -141,20 +146,20 @@ class ThinwireTrainerMixin:
             )
         # Under the new name of that argument, or the old one.
         names = ("activation_checkpointing", "gradient_checkpointing")
-        recomputes = any(bool(getattr(self.args, name, False)) for name in names)
+        recomputes = any(bool(getattr(args, name, False)) for name in names)
         auto = AutoPlan(
             length,
             template.micro_batch,
-            getattr(self.args, "profile", None),
-            getattr(self.args, "codecs", "lossless"),
+            getattr(args, "profile", None),
+            getattr(args, "codecs", "lossless"),
         )
         return automatic_plan(
             self.model,
             auto,
             template.with_(recompute=recomputes),
-            self.args.device,
-            clip=bool(self.args.max_grad_norm),
-            steps=self.args.max_steps if self.args.max_steps > 0 else None,
+            args.device,
+            clip=bool(args.max_grad_norm),
+            steps=args.max_steps if args.max_steps > 0 else None,
         )
 
     def _scale_losses(self) -> None:
@@ -256,23 +261,6 @@ def generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
         if chosen.kept.exchanges:
             kwargs["synced_gpus"] = True  # Seq2SeqTrainer passes False, since it does not know this engine
         return generate(*args, **kwargs)
-
-
-def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
-    """The plan of a training run.
-
-    Args:
-        plan: A plan, the name of a preset or a plan file.
-        arguments: Arguments of the trainer.
-
-    Raises:
-        SpecError: There is no such preset or file, or the plan computes in another dtype than the arguments ask for.
-    """
-    compute_dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
-    chosen = chosen_plan(plan, launched_mesh(arguments.world_size), compute_dtype)
-    return chosen.with_(
-        micro_batch=arguments.per_device_train_batch_size, micro_batches=arguments.gradient_accumulation_steps
-    )
 
 
 def _refuse(arguments: Any) -> None:
