@@ -317,10 +317,6 @@ class ThinwireFabricStrategy(DDPStrategy):
 class _Sharded:
     """The sharded modules of a state, each with its optimizers, and the other objects.
 
-    Args:
-        call: What the user has called, for messages.
-        state: The state.
-
     Raises:
         UsageError: There is no sharded module.
     """

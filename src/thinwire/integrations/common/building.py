@@ -35,12 +35,8 @@ class Building:
             yield
 
     def shard(self, module: nn.Module, plan: Callable[[], Plan], device: torch.device) -> None:
-        """Shard a module, unless it is sharded already. Collective.
-
-        Args:
-            module: A module that was built in the context, on the meta device, or as usual.
-            plan: Makes the plan.
-            device: Device of this rank.
+        """Shard a module, unless it is sharded already: one that was built in the context, on the meta device, or as
+        usual. Collective.
 
         Raises:
             UsageError: The module is sharded, and has got further parameters since.
