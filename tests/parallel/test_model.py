@@ -19,6 +19,7 @@ from tests.support.training.grids import (
     LR,
     PARAMETER_TOLERANCE,
     Kind,
+    alone,
     batches,
     build,
     gap,
@@ -39,28 +40,9 @@ from thinwire.train.models.common import cross_entropy
 pytestmark = pytest.mark.ranks
 
 
-def alone(kind: Kind, samples: list[list[Batch]]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """One process on all samples: losses, norms, parameters."""
-    model = build(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
-    losses, norms = [], []
-    for step in samples:
-        total = 0.0
-        for batch in step:
-            loss = model(batch.input_ids, batch.labels).loss / len(step)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]:
     model, optimizer = start(kind, plan, **options)
-    everyone = tw.Plan.preset("zero1", nodes=1, local=1, micro_batches=plan.micro_batches * plan.world)
-    results: list[Any] = [alone(kind, batches(everyone, 0)) if dist.get_rank() == 0 else None]
+    results: list[Any] = [alone(build(kind), plan) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(results)
     losses, norms, reference = results[0]
     trained = train(model, optimizer, batches(plan, model.grid.data))
