@@ -23,11 +23,10 @@ import thinwire as tw
 from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
-from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.automatic import AutoPlan
 from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import (
-    COMPUTE_DTYPES,
     ShardedPrecision,
     checked_precision,
     register,
@@ -38,7 +37,6 @@ from thinwire.integrations.common.optimizers import combines, is_sharded, names_
 from thinwire.integrations.common.typed_state import decoded, encoded
 from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.spec import Factor
 
 __all__ = ["AutoPlan", "ThinwirePrecision", "ThinwireStrategy"]
 
@@ -131,9 +129,9 @@ class ThinwireStrategy(DDPStrategy):
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise UsageError(f"state_dict_type = {state_dict_type!r}: valid are 'sharded' and 'full'")
-        self._plan, self._writes_whole, self._frozen = plan, state_dict_type == "full", frozen
+        self._writes_whole, self._frozen = state_dict_type == "full", frozen
         self.gradient_norm = None
-        self._building = Building(self.broadcast)
+        self._building = Building(self, plan)
         super().__init__(**options)
 
     def _share_buffers(self) -> None:
@@ -174,22 +172,13 @@ class ThinwireStrategy(DDPStrategy):
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync and not is_sharded(module):
             self._layer_sync.apply(module)
-        mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-        dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
         with _trained_later(module) if _unfreezes(trainer) else nullcontext():
             self._building.shard(
                 module,
-                lambda: plan_for(
-                    module,
-                    self._plan,
-                    mesh,
-                    dtype,
-                    self.root_device,
-                    micro_batches=trainer.accumulate_grad_batches,
-                    clip=bool(trainer.gradient_clip_val),
-                    steps=trainer.max_steps if trainer.max_steps > 0 else None,
-                ),
-                self.root_device,
+                str(self.precision_plugin.precision),
+                micro_batches=trainer.accumulate_grad_batches,
+                clip=bool(trainer.gradient_clip_val),
+                steps=trainer.max_steps if trainer.max_steps > 0 else None,
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
