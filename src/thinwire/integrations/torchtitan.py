@@ -170,7 +170,7 @@ def parallelize(
 
     Raises:
         UsageError: The options ask for what thinwire cannot do here.
-        SpecError: There is no such preset or file, or the plan is for another number of ranks.
+        SpecError: There is no such preset or file, or the plan is for another number of ranks or another dtype.
     """
     _refuse_parallelism(parallel_dims, parallelism)
     _refuse_options(model, training, compile_config)
