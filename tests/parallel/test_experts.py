@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.grids import (
     EPS,
     LENGTH,
@@ -216,11 +217,8 @@ def test_ranks_send_the_bytes_of_the_program(name: str) -> None:
         (plan_for("ddp", 1, 2, 1, cp=2), "cp = 2 does not work with GPT"),
     ],
 )
+@on_ranks(2)
 def test_models_that_cannot_are_refused(plan: tw.Plan, sentence: str) -> None:
-    run_ranks(2, refuse, plan, sentence, timeout=500)
-
-
-def refuse(plan: tw.Plan, sentence: str) -> None:
     from thinwire.train.models.gpt import GPT, GPTConfig
 
     model = GPT(GPTConfig(vocab=VOCABULARY, hidden=32, layers=2, heads=4, ffn=48, seq=LENGTH))
@@ -228,12 +226,9 @@ def refuse(plan: tw.Plan, sentence: str) -> None:
         tw.parallelize(model, plan, loss=cross_entropy)
 
 
-def refuse_number() -> None:
+@on_ranks(2)
+def test_numbers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(SpecError, match="ep = 2 should divide the model's experts = 3"):
         tw.parallelize(build(experts=3), plan_for("ddp", 1, 2, 2), loss=cross_entropy)
     with pytest.raises(SpecError, match=r"ep = 2: thinwire\.shard"):
         tw.shard(build(), plan_for("ddp", 1, 2, 2))
-
-
-def test_numbers_that_do_not_divide_are_refused() -> None:
-    run_ranks(2, refuse_number, timeout=500)

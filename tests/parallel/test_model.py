@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import computed
 from tests.support.training.grids import (
     CLIP,
@@ -321,7 +322,8 @@ def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
     run_ranks(2, refuse_groups)
 
 
-def step_with_micro_batches_of_other_sizes() -> None:
+@on_ranks(1)
+def test_micro_batches_may_differ_in_size() -> None:
     whole = build("llama")
     reference = copy.deepcopy(whole)
     (full, *_), *_ = batches(plan_for(1, 1, 1), 0, sequences=3)
@@ -336,18 +338,14 @@ def step_with_micro_batches_of_other_sizes() -> None:
         model.step([])
 
 
-def refuse_other_micro_batches() -> None:
+@on_ranks(2)
+def test_micro_batches_of_a_pipeline_have_one_size() -> None:
     model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
     step, *_ = batches(model.plan, 0)
     shorter = Batch(step[0].input_ids[:1], step[0].labels[:1])
     for given in (step[:2], [*step[:3], shorter]):
         with pytest.raises(UsageError, match=r"and the pipeline runs plan.micro_batches = 4 of one size"):
             model.step(given)
-
-
-def test_micro_batches_may_differ_in_size_except_in_a_pipeline() -> None:
-    run_ranks(1, step_with_micro_batches_of_other_sizes)
-    run_ranks(2, refuse_other_micro_batches)
 
 
 def use_as_an_optimizer_of_torch() -> list[float]:
