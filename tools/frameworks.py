@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parents[1]
 TESTS: Final = {
     "transformers": ("test_transformers*.py", "test_accelerate*.py", "test_framework_examples.py"),
     "accelerate": ("test_accelerate*.py", "test_transformers*.py"),
-    "lightning": ("test_lightning*.py", "test_fabric*.py"),
+    "lightning": ("test_lightning*.py", "test_fabric*.py", "test_frozen_bases.py"),
     "torchtitan": ("test_torchtitan*.py",),
 }
 """Files of tests/integrations that use a framework."""

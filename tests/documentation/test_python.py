@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from examples.journey import journey
 from tests.support.paths import ROOT
+from tests.support.small import TORCHRUN, thinwire
 from torch import nn
 
 import thinwire as tw
@@ -59,11 +58,9 @@ def test_the_script_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     torchrun, *words = command.removeprefix("$ ").split()
     assert torchrun == "torchrun"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # which takes a free port
-    done = subprocess.run([*launcher, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{3})", done.stdout)]  # lines of two ranks may mix
-    assert len(losses) == 2, done.stdout
+    output = thinwire(*words, launcher=TORCHRUN, cwd=tmp_path)  # on a free port
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{3})", output)]  # lines of two ranks may mix
+    assert len(losses) == 2, output
     assert max(losses) < 0.2, "of inputs with a variance of 1, halved"
 
 

@@ -141,28 +141,27 @@ def assert_alike(got: Course, want: Course) -> None:
     torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=2e-4, atol=0)
     torch.testing.assert_close(torch.stack(got.metrics), torch.stack(want.metrics), rtol=1e-4, atol=0)
     assert len(want.metrics[0]) == 13
-    assert got.weights.keys() == want.weights.keys()
-    for name, value in want.weights.items():
-        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-4, atol=1e-5)
 
 
-def compare(settings: Sequence[tuple[int, float | None]], plans: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("world", "settings", "plans"),
+    [
+        (2, [(4, 0.1)], ["zero3"]),
+        pytest.param(4, [(4, 0.1)], ["zero3"], marks=pytest.mark.slow),
+        pytest.param(4, [(1, 0.1), (1, None), (4, None)], ["zero3", "zero1"], marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("world", timeout=300)
+def test_a_loop_trains_as_under_ddp(
+    world: int, settings: Sequence[tuple[int, float | None]], plans: Sequence[str]
+) -> None:
     for accumulation, clip in settings:
         want = run(None, clip, gradient_accumulation_steps=accumulation)
         assert len(want.norms) == STEPS
         assert len(want.losses) == STEPS * accumulation
         for plan in plans:
             assert_alike(run(plan, clip, gradient_accumulation_steps=accumulation), want)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_loop_trains_as_under_ddp(world: int) -> None:
-    run_ranks(world, compare, [(4, 0.1)], ["zero3"], timeout=100)
-
-
-@pytest.mark.slow
-def test_a_loop_trains_as_under_ddp_with_other_settings() -> None:
-    run_ranks(4, compare, [(1, 0.1), (1, None), (4, None)], ["zero3", "zero1"], timeout=300)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -213,8 +212,7 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
     got = run_ranks(2, resume, tmp_path, timeout=100)[0]
     torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms[8:]), rtol=2e-4, atol=0)
     assert got.rates == want.rates[8:]
-    for name, value in want.weights.items():
-        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-4, atol=1e-5)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
     for name, value in again.state_dict().items():
         assert torch.equal(value, want.weights[name]), name

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests.support.paths import ROOT
+from tests.support.small import TORCHRUN, thinwire
 
 from thinwire.testing import run_ranks
 
@@ -43,13 +42,7 @@ def test_the_trainer_learns_to_count(tmp_path: Path) -> None:
 
 def launch(name: str, *arguments: str) -> str:
     """What an example prints on the first rank of four that torchrun starts."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-         str(ROOT / "examples" / name), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return thinwire(str(ROOT / "examples" / name), *arguments, launcher=(*TORCHRUN, "--nproc-per-node", "4"))
 
 
 @pytest.mark.slow

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 
 import thinwire as tw
 from thinwire.testing import run_ranks
 
-pytest.importorskip("lightning")
+pl = pytest.importorskip("lightning.pytorch")
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+
+from tests.support.frameworks.lightning import trainer  # noqa: E402
+from tests.support.frameworks.stateful import weights  # noqa: E402
 
 TOKENS = (torch.arange(16) + torch.arange(64)[:, None]) % 64
 
@@ -44,39 +48,59 @@ def by_trainer(directory: Path, plan: str, seed: int, *, resumes: bool) -> list[
     options = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "max_steps": 6}
     settings = arguments(directory, ThinwireArguments, plan=plan, **options)
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
-    trainer = ThinwireTrainer(build(seed), settings, train_dataset=data)
+    run = ThinwireTrainer(build(seed), settings, train_dataset=data)
     if resumes:
-        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-6"))
+        run.train(resume_from_checkpoint=str(directory / "checkpoint-6"))
     else:
-        trainer.train()
-    return sums(trainer.model)
+        run.train()
+    return sums(run.model)
+
+
+class Adapted(pl.LightningModule):
+    """A model with adapters in a module of Lightning."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.model, self.losses = build(seed), list[float]()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05)
+
+
+DATA = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(TOKENS), batch_size=4)
 
 
 def by_lightning(directory: Path, plan: str, seed: int, *, resumes: bool) -> list[float]:
-    import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from tests.support.frameworks.lightning import trainer
 
     from thinwire.integrations.lightning import ThinwireStrategy
 
-    class Adapted(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build(seed)
-
-        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            return self.model(input_ids=batch[0], labels=batch[0]).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=0.05)
-
-    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(TOKENS), batch_size=4)
     saving = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=2, save_top_k=1)
-    model = Adapted()
+    model = Adapted(seed)
     fitting = trainer(2, ThinwireStrategy(plan), str(directory), max_steps=6, callbacks=[saving],
                       enable_checkpointing=True)  # fmt: skip
-    fitting.fit(model, data, ckpt_path=str(directory / "step=6.ckpt") if resumes else None)
+    fitting.fit(model, DATA, ckpt_path=str(directory / "step=6.ckpt") if resumes else None)
     return sums(model)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_adapters_in_lightning_equal_ddp(tmp_path: Path) -> None:
+    results = []
+    for strategy in ("ddp", "thinwire"):
+        model = Adapted(0)
+        trainer(2, strategy, str(tmp_path), gradient_clip_val=1.0, accumulate_grad_batches=2).fit(model, DATA)
+        results.append((model.losses, weights(model)))
+    (reference, whole), (losses, sharded) = results
+    assert losses == pytest.approx(reference, rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert sum("lora_" in name for name in whole) == 8
+    torch.testing.assert_close(sharded, whole, rtol=1e-4, atol=1e-5)
 
 
 def by_accelerate(directory: Path, plan: str, seed: int, *, resumes: bool) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.frameworks.transformers import arguments, logged, reader, tokenizer_of, transformers
+from tests.support.frameworks.transformers import arguments, logged, over, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
 from tests.support.ranks import on_ranks
 
@@ -90,14 +90,9 @@ def online(directory: Path, plan: str | None, **options: Any) -> Any:
 
 def trained(kind: type, plan: str | None, settings: Any, **options: Any) -> Any:
     """A trainer at the end of its training."""
-    from thinwire.integrations.transformers import ThinwireTrainerMixin
-
     data, tokenizer = parts()
     model = transformers.LlamaForCausalLM.from_pretrained(Path(settings.output_dir, "model"))
-    common = {"model": model, "args": settings, "train_dataset": data, "processing_class": tokenizer, **options}
-    if plan is not None:
-        kind, common = type("Mine", (ThinwireTrainerMixin, kind), {}), {**common, "plan": plan}
-    trainer = kind(**common)
+    trainer = over(plan, kind)(model=model, args=settings, train_dataset=data, processing_class=tokenizer, **options)
     trainer.train()
     return trainer
 
@@ -144,8 +139,6 @@ class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def translated(directory: Path, plan: str | None) -> Any:
     """Tokens that an evaluation generates, of sequences of different lengths, after one step."""
-    from thinwire.integrations.transformers import ThinwireTrainerMixin
-
     torch.manual_seed(0)
     model = transformers.T5ForConditionalGeneration(
         transformers.T5Config(
@@ -158,10 +151,7 @@ def translated(directory: Path, plan: str | None) -> Any:
         directory, transformers.Seq2SeqTrainingArguments, max_steps=1, predict_with_generate=True,
         generation_max_length=24, per_device_eval_batch_size=1,
     )  # fmt: skip
-    kind, options = transformers.Seq2SeqTrainer, {}
-    if plan is not None:
-        kind, options = type("Mine", (ThinwireTrainerMixin, kind), {}), {"plan": plan}
-    trainer = kind(model, settings, train_dataset=Pairs(), **options)
+    trainer = over(plan, transformers.Seq2SeqTrainer)(model, settings, train_dataset=Pairs())
     trainer.train()
     return trainer.predict(Pairs()).predictions
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
-from tests.support.frameworks.lightning import STEPS, Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import STEPS, Blocks, loader, trainer
+from tests.support.frameworks.stateful import weights
 from tests.support.ranks import on_ranks
 from torch import nn
 
@@ -61,61 +60,6 @@ def test_training_equals_ddp(
             assert result["losses"][-1] != result["losses"][0]
             for name, value in reference["weights"].items():
                 torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
-
-
-def save_midway(folder: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
-    """Train two epochs of five steps with a checkpoint after each; return weights and later losses."""
-    model = Blocks()
-    kept: dict[str, torch.Tensor] = {}
-
-    class Keep(pl.Callback):
-        def on_train_batch_end(self, run: pl.Trainer, *args: Any) -> None:
-            if run.global_step == 5:
-                kept.update(tw.full_state_dict(model))
-
-    when = {"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_top_k": -1}
-    saving = ModelCheckpoint(dirpath=folder, filename="{step}", **when)
-    run = trainer(4, strategy, folder, enable_checkpointing=True, callbacks=[Keep(), saving], max_epochs=2)
-    run.fit(model, loader(4, 5))
-    return kept, model.losses[5:], weights(model)
-
-
-def resume(folder: str, strategy: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    model = Blocks()
-    run = trainer(2, strategy, folder, max_epochs=2)
-    run.fit(model, loader(2, 5), ckpt_path=f"{folder}/step=5.ckpt")
-    return model.losses, weights(model), run.global_step
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
-    kept, later, final = run_ranks(4, save_midway, str(tmp_path), "thinwire")[0]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step=10.ckpt", "step=5.ckpt"]
-    losses, resumed, steps = run_ranks(2, resume, str(tmp_path), "thinwire_zero1")[0]
-    assert steps == 10
-    assert losses == pytest.approx(later, rel=1e-5)
-    for name, value in final.items():
-        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6, msg=name)
-        assert not torch.equal(kept[name], value)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_a_second_fit_equals_ddp(tmp_path: Path) -> None:
-    """Fit, validate, and fit the same module again with a new trainer."""
-    results = []
-    for strategy in ("ddp", "thinwire"):
-        model = Blocks()
-        trainer(4, strategy, str(tmp_path)).fit(model, loader(4, 3))
-        trainer(4, strategy, str(tmp_path)).validate(model, loader(4, 2), verbose=False)
-        trainer(4, strategy, str(tmp_path)).fit(model, loader(4, 3))
-        results.append((model.losses, model.validated, weights(model)))
-    wanted, got = results
-    for result, reference in zip(got[:2], wanted[:2], strict=True):
-        assert result == pytest.approx(reference, rel=1e-5)
-    assert len(got[0]) == 6
-    for name, value in wanted[2].items():
-        torch.testing.assert_close(got[2][name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support.frameworks.fabric import fabric_of
 from tests.support.frameworks.lightning import Blocks, loader, trainer
+from tests.support.frameworks.stateful import weights
 from tests.support.ranks import on_ranks
 from torch import nn
 
@@ -116,25 +118,29 @@ class Large(Configured):
             self.head = nn.Sequential(nn.Linear(16, 2048), nn.Linear(2048, 4))
 
 
-def fit(folder: str, kind: type[Configured], where: str) -> tuple[list[float], list[float]]:
-    """Losses of two fits with DDP, and with thinwire."""
+def fit(folder: str, kind: type[Configured], where: str) -> list[tuple[list[float], list[float], Any]]:
+    """Losses, validations and weights of two fits with DDP, and with thinwire."""
     results = []
     for strategy in ("ddp", "thinwire"):
         model = kind(where if strategy == "thinwire" else "")
         torch.manual_seed(11)
-        trainer(2, strategy, folder).fit(model, loader(2, 4))
-        trainer(2, strategy, folder).fit(model, loader(2, 4))
-        results.append(model.losses)
-    return results[0], results[1]
+        for _ in range(2):
+            trainer(2, strategy, folder).fit(model, loader(2, 4))
+            trainer(2, strategy, folder).validate(model, loader(2, 2), verbose=False)
+        results.append((model.losses, model.validated, weights(model)))
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "where"), [(Large, ""), (Configured, "meta")])
 @on_ranks(2)
 def test_configure_model_equals_ddp(tmp_path: Path, kind: type[Configured], where: str) -> None:
-    reference, losses = fit(str(tmp_path), kind, where)
-    assert len(losses) == 8
-    assert losses == pytest.approx(reference, rel=1e-5)
+    """Fit, validate, and fit the same module again with a new trainer."""
+    want, got = fit(str(tmp_path), kind, where)
+    assert len(got[0]) == 8
+    for one, other in zip(got[:2], want[:2], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    torch.testing.assert_close(got[2], want[2], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

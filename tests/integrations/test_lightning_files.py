@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import Blocks, loader, trainer
+from tests.support.frameworks.stateful import weights
 from torch.optim.lr_scheduler import ChainedScheduler
 
 from thinwire.integrations.lightning import ThinwireStrategy
@@ -49,13 +50,13 @@ def options_of(precision: str) -> dict[str, Any]:
     return {"plugins": [TorchElasticEnvironment(), MixedPrecision(precision, "cpu", scaler)]}
 
 
-def save(folder: str, kind: str, precision: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def save(folder: str, kind: str, precision: str, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train two epochs of five steps with a file after each; return later losses and last weights."""
     model = Saved()
     model.words = "saved"
     saving = ModelCheckpoint(dirpath=folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
     run = trainer(
-        2,
+        world,
         strategy_of(kind),
         folder,
         enable_checkpointing=True,
@@ -63,7 +64,7 @@ def save(folder: str, kind: str, precision: str) -> tuple[list[float], dict[str,
         max_epochs=2,
         **options_of(precision),
     )
-    run.fit(model, loader(2, 5))
+    run.fit(model, loader(world, 5))
     return model.losses[5:], weights(model)
 
 
@@ -76,18 +77,20 @@ def resume(folder: str, kind: str, precision: str, world: int) -> tuple[list[flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second", "precision"),
+    ("first", "second", "precision", "world"),
     [
-        ("full", "ddp", "32-true"),
-        ("ddp", "sharded", "32-true"),
-        ("full", "full", "16-mixed"),
-        ("full", "ddp", "16-mixed"),
-        ("ddp", "full", "16-mixed"),
-        ("sharded", "full", "32-true"),
+        ("full", "ddp", "32-true", 2),
+        ("ddp", "sharded", "32-true", 2),
+        ("full", "full", "16-mixed", 2),
+        ("full", "ddp", "16-mixed", 2),
+        ("ddp", "full", "16-mixed", 2),
+        ("sharded", "full", "32-true", 2),
+        ("sharded", "thinwire_zero1", "32-true", 4),
     ],
 )
-def test_files_go_between_strategies(tmp_path: Path, first: str, second: str, precision: str) -> None:
-    later, final = run_ranks(2, save, str(tmp_path), first, precision)[0]
+def test_files_go_between_strategies(tmp_path: Path, first: str, second: str, precision: str, world: int) -> None:
+    """From so many ranks to two."""
+    later, final = run_ranks(world, save, str(tmp_path), first, precision, world)[0]
     assert (tmp_path / "step=5.ckpt").is_dir() == (first == "sharded")
     losses, resumed, words = run_ranks(2, resume, str(tmp_path), second, precision, 2)[0]
     assert losses == pytest.approx(later, rel=1e-5)

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from tests.support.frameworks.fabric import STEPS, fabric_of, loop, parts
-from tests.support.frameworks.fabric import weights as fabric_weights
-from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import Blocks, loader, trainer
+from tests.support.frameworks.stateful import weights
 from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -167,7 +167,7 @@ def fabric_run(name: str, precision: str, scale: float, accumulate: int) -> dict
         result["scales"] = [scaler.get_scale()]
     elif (own := getattr(precision_plugin, "loss_scale", None)) is not None:
         result["scales"] = [own.value]
-    return result | {"weights": fabric_weights(made[0].module)}
+    return result | {"weights": weights(made[0].module)}
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities import grad_norm
-from tests.support.frameworks.lightning import Blocks, loader, trainer, weights
+from tests.support.frameworks.lightning import Blocks, Plain, loader, trainer
+from tests.support.frameworks.stateful import weights
 from tests.support.ranks import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -27,13 +28,6 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
-
-
-class Plain(Blocks):
-    """Leaves clipping to the trainer."""
-
-    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
-        self.clip_gradients(optimizer, **options)
 
 
 class Measured(Plain):

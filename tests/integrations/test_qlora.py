@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.frameworks.transformers import arguments, logged, reader, tokenizer_of, transformers
+from tests.support.frameworks.transformers import arguments, logged, over, reader, tokenizer_of, transformers
 from tests.support.paths import ROOT
 from tests.support.training.quantized import plain_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.integrations.transformers import ThinwireTrainerMixin
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
@@ -51,22 +50,17 @@ def supervised(
     import peft
     import trl
 
-    class Supervised(ThinwireTrainerMixin, trl.SFTTrainer):
-        pass
-
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     data = datasets.Dataset.from_dict({"text": [TEXT[i : i + 60] for i in range(0, 6000, 60)]})
     saving = {"save_strategy": "steps", "save_steps": 2}
     settings = arguments(directory, trl.SFTConfig, max_steps=4, max_length=64, bf16=False, **saving)
     options = {"train_dataset": data, "processing_class": tokenizer_of(TEXT), "peft_config": lora}
+    trainer = over(plan, trl.SFTTrainer)(quantized(base, library), settings, **options)
     if plan is None:
-        trainer = trl.SFTTrainer(quantized(base, library), settings, **options)
         # DDP cannot broadcast wrappers.
         wrappers = [name for name, value in trainer.model.named_parameters() if hasattr(value, "__tensor_flatten__")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, wrappers)
-    else:
-        trainer = Supervised(quantized(base, library), settings, **options, plan=plan)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     return logged(trainer, "loss", "grad_norm")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 from tests.support.frameworks.torchtitan_jobs import STEPS, Results, change, configure, train, write_text
 from tests.support.paths import ROOT
 from tests.support.ranks import on_ranks
+from tests.support.small import TORCHRUN, thinwire
 
 from thinwire.errors import UsageError
 from thinwire.testing import run_ranks
@@ -158,14 +156,9 @@ def test_a_run_that_has_ended_goes_on_in_its_folder(tmp_path: Path) -> None:
 
 def command(folder: Path, *flags: str) -> str:
     """Run torchtitan's command on two ranks; returns what it logs."""
-    program = ["torchtitan.train", "--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job"]
-    program += ["--dump_folder", str(folder)]
-    ranks = ["--standalone", "--nproc-per-node", "2", "--role", "", "--tee", "3", "-m"]
-    line = [sys.executable, "-m", "torch.distributed.run", *ranks, *program, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
+    ranks = ("--nproc-per-node", "2", "--role", "", "--tee", "3", "-m", "torchtitan.train")
+    job = ("--module", "tests.support.frameworks.torchtitan_jobs", "--config", "job", "--dump_folder", str(folder))
+    return thinwire(*job, *flags, launcher=(*TORCHRUN, *ranks), cwd=ROOT)
 
 
 @pytest.mark.slow

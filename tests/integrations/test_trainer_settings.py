@@ -17,6 +17,7 @@ from tests.support.frameworks.transformers import (
     arguments,
     assert_alike,
     build,
+    over,
 )
 from tests.support.ranks import on_ranks
 from torch.optim import lr_scheduler as schedulers
@@ -26,11 +27,7 @@ from thinwire.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
-from thinwire.integrations.transformers import (  # noqa: E402
-    ThinwireArguments,
-    ThinwireTrainer,
-    ThinwireTrainerMixin,
-)
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
 
 Row = dict[str, torch.Tensor]
 
@@ -88,22 +85,16 @@ SETTINGS: dict[str, Settings] = {
 
 def train(directory: Path, plan: str | None, settings: Settings) -> Results:
     """Train on sentences under a plan, or with the trainer's own DDP."""
-    options = {"max_steps": 6, **settings}
-    if plan is not None:
-        options["plan"] = plan
-    kind = transformers.TrainingArguments if plan is None else ThinwireArguments
-    make = transformers.Trainer if plan is None else ThinwireTrainer
-    trainer = make(
+    trainer = over(plan)(
         build(),
-        arguments(directory, kind, **options),
+        arguments(directory, transformers.TrainingArguments, **{"max_steps": 6, **settings}),
         data_collator=padded,
         train_dataset=Sentences(45),
         eval_dataset=Sentences(13),
         compute_metrics=shares,
     )
     trainer.train()
-    weights = trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)
-    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+    return Results.of(trainer)
 
 
 @pytest.mark.slow
@@ -129,40 +120,28 @@ class OwnOptimizer(transformers.Trainer):
         return self.optimizer
 
 
-class ShardedOwnOptimizer(ThinwireTrainerMixin, OwnOptimizer):
-    """The same over a sharded model."""
-
-
-def with_optimizers(directory: Path, plan: str | None, kind: str, **options: Any) -> list[torch.Tensor]:
+def with_optimizers(directory: Path, plan: str | None, kind: str) -> list[torch.Tensor]:
     """Train with an optimizer and a schedule that are made before the trainer, or by a subclass of it."""
-    model = build()
-    optimizers: Any = (None, None)
-    if kind != "of a subclass":
-        part = model.parameters() if kind == "whole" else model.model.layers.parameters()
-        optimizer = torch.optim.AdamW(part, lr=1e-2, eps=1e-2)
-        optimizers = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    make = {
-        (True, True): OwnOptimizer, (True, False): transformers.Trainer,
-        (False, True): ShardedOwnOptimizer, (False, False): ThinwireTrainer,
-    }[plan is None, kind == "of a subclass"]  # fmt: skip
-    settings = ThinwireArguments if plan else transformers.TrainingArguments
-    options = {"max_steps": 6, "max_grad_norm": 0.0, "save_steps": 3, "save_strategy": "steps", **options}
-    if plan is not None:
-        options["plan"] = plan
-    made = arguments(directory, settings, **options)
-    trainer = make(model, made, data_collator=padded, train_dataset=Sentences(45), optimizers=optimizers)
-    trainer.train()
-    whole = [*(trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)).values()]
-    if plan is not None:  # once more from the middle
-        again = build()
+
+    def trainer_of(plan: str | None, rate: float) -> Any:
+        model, optimizers = build(), (None, None)
         if kind != "of a subclass":
-            part = again.parameters() if kind == "whole" else again.model.layers.parameters()
-            optimizer = torch.optim.AdamW(part, lr=3.0, eps=1e-2)
-            optimizers = optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        made = arguments(directory, settings, **{**options, "plan": "zero1"})
-        trainer = make(again, made, data_collator=padded, train_dataset=Sentences(45), optimizers=optimizers)
-        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
-        assert all(map(torch.equal, tw.full_state_dict(again).values(), whole)), kind
+            part = model.parameters() if kind == "whole" else model.model.layers.parameters()
+            optimizer = torch.optim.AdamW(part, lr=rate, eps=1e-2)
+            optimizers = optimizer, schedulers.StepLR(optimizer, 2, 0.5)
+        options = {"max_steps": 6, "max_grad_norm": 0.0, "save_steps": 3, "save_strategy": "steps"}
+        return over(plan, OwnOptimizer if kind == "of a subclass" else transformers.Trainer)(
+            model, arguments(directory, transformers.TrainingArguments, **options), data_collator=padded,
+            train_dataset=Sentences(45), optimizers=optimizers,
+        )  # fmt: skip
+
+    trainer = trainer_of(plan, 1e-2)
+    trainer.train()
+    whole = list(Results.of(trainer).weights.values())
+    if plan is not None:  # once more from the middle
+        again = trainer_of("zero1", 3.0)
+        again.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
+        assert all(map(torch.equal, Results.of(again).weights.values(), whole)), kind
     return [*whole, torch.tensor([entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry])]
 
 
@@ -185,16 +164,10 @@ def with_little_memory(directory: Path, plan: str | None) -> tuple[list[torch.Te
     model = build()
     model.model.layers[1].register_forward_pre_hook(out_of_memory, with_kwargs=True)
     options = {"max_steps": 3, "max_grad_norm": 0.0, "auto_find_batch_size": True, "per_device_train_batch_size": 5}
-    if plan is not None:
-        options["plan"] = plan
-    kind, make = (
-        (ThinwireArguments, ThinwireTrainer) if plan else (transformers.TrainingArguments, transformers.Trainer)
-    )
-    made = arguments(directory, kind, **options)
-    trainer = make(model, made, data_collator=padded, train_dataset=Sentences(45))
+    made = arguments(directory, transformers.TrainingArguments, **options)
+    trainer = over(plan)(model, made, data_collator=padded, train_dataset=Sentences(45))
     trainer.train()
-    whole = trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)
-    return [value.clone() for value in whole.values()], trainer.state.train_batch_size
+    return list(Results.of(trainer).weights.values()), trainer.state.train_batch_size
 
 
 @on_ranks(2)
@@ -210,11 +183,9 @@ def test_a_batch_size_is_found_as_under_ddp(tmp_path: Path) -> None:
 
 
 def trained(directory: Path, plan: str | None, resume: Any = None, **options: Any) -> Any:
-    kind = transformers.TrainingArguments if plan is None else ThinwireArguments
-    make = transformers.Trainer if plan is None else ThinwireTrainer
     callbacks = options.pop("callbacks", [])
-    settings = arguments(directory, kind, **options, **({} if plan is None else {"plan": plan}))
-    trainer = make(build(), settings, train_dataset=Text(400), eval_dataset=Text(16), callbacks=callbacks)
+    settings = arguments(directory, transformers.TrainingArguments, **options)
+    trainer = over(plan)(build(), settings, train_dataset=Text(400), eval_dataset=Text(16), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     dist.barrier()
     return trainer

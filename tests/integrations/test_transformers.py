@@ -19,56 +19,53 @@ from tests.support.frameworks.transformers import (
     assert_alike,
     build,
     logged,
+    over,
     reader,
     tokenizer_of,
     transformers,
 )
 from tests.support.paths import ROOT
 from tests.support.ranks import on_ranks
-from tests.support.said import heard
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer, ThinwireTrainerMixin
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer
 from thinwire.sharding.api import runtime
-from thinwire.spec.profile import Profile
 from thinwire.testing import run_ranks
 
 
 def train(directory: Path, plan: str | None, resume: Path | None = None, model: Any = None, **options: Any) -> Results:
     """Train under a plan, or with the trainer's own DDP; adapters are saved."""
-    data = {"train_dataset": Text(400), "eval_dataset": Text(16)}
-    if plan is None:
-        settings = arguments(directory, transformers.TrainingArguments, **options)
-        trainer = transformers.Trainer(model or build(), settings, **data)
-    else:
-        settings = arguments(directory, ThinwireArguments, plan=plan, **options)
-        trainer = ThinwireTrainer(model or build(), settings, **data)
+    kind, trainer_class = transformers.TrainingArguments, transformers.Trainer
+    if plan is not None:
+        kind, trainer_class, options = ThinwireArguments, ThinwireTrainer, {"plan": plan, **options}
+    settings = arguments(directory, kind, **options)
+    trainer = trainer_class(model or build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     if model is not None:
         trainer.save_model()
-    weights = tw.full_state_dict(trainer.model) if plan else trainer.model.state_dict()
-    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+    return Results.of(trainer)
 
 
-def compare(directory: Path, settings: Sequence[tuple[int, float]], plans: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("world", "settings", "plans"),
+    [
+        (2, [(4, 0.1)], ["zero3"]),
+        pytest.param(4, [(4, 0.1)], ["zero3"], marks=pytest.mark.slow),
+        pytest.param(4, [(1, 0.1), (4, 1e9), (4, 0.1)], ["zero3", "zero1"], marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("world", timeout=300)
+def test_it_trains_as_ddp_does(
+    tmp_path: Path, world: int, settings: Sequence[tuple[int, float]], plans: Sequence[str]
+) -> None:
     for accumulation, clip in settings:
         options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clip, "eval_strategy": "steps",
                    "eval_steps": 7, "gradient_checkpointing": accumulation == 1}  # fmt: skip
-        want = train(directory, None, **options)
+        want = train(tmp_path, None, **options)
         assert len(want.logs) > STEPS
         for plan in plans:
-            assert_alike(train(directory, plan, **options), want)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_it_trains_as_ddp_does(tmp_path: Path, world: int) -> None:
-    run_ranks(world, compare, tmp_path, [(4, 0.1)], ["zero3"], timeout=200)
-
-
-@pytest.mark.slow
-def test_it_trains_as_ddp_does_under_other_settings(tmp_path: Path) -> None:
-    run_ranks(4, compare, tmp_path, [(1, 0.1), (4, 1e9), (4, 0.1)], ["zero3", "zero1"], timeout=300)
+            assert_alike(train(tmp_path, plan, **options), want)
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
@@ -92,8 +89,7 @@ def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
         assert one["step"] == other["step"]
         assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4)
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
-    for name, value in expected.weights.items():
-        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.weights, expected.weights, rtol=1e-4, atol=1e-5)
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
     for name, value in again.state_dict().items():
         assert torch.equal(value, expected.weights[name]), name
@@ -119,32 +115,6 @@ def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path, wo
     by_lane = programs.program(2, clip=True).traffic()
     assert sent == 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
     assert trainer.state.global_step == 4
-
-
-@pytest.mark.slow
-@on_ranks(2)
-def test_models_generate(tmp_path: Path) -> None:
-    """In the middle of a training as by themselves."""
-    settings = arguments(tmp_path, ThinwireArguments, plan="zero3", max_steps=2)
-    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
-    trainer.train()
-    prompt = torch.arange(4)[None]
-    sharded = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)
-    alone = build()
-    alone.load_state_dict(tw.full_state_dict(trainer.model))
-    assert torch.equal(sharded, alone.generate(prompt, max_new_tokens=5, do_sample=False))
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=120)
-def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
-    settings = arguments(
-        tmp_path, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
-        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-    )  # fmt: skip
-    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
-    trainer.train()
-    assert math.isclose(trainer.state.best_metric, trainer.evaluate()["eval_loss"], rel_tol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -179,7 +149,7 @@ def in_half_precision(directory: Path, scale: float, resume: Path | None = None)
     assert trainer.loss_scale is not None
     trainer.loss_scale.restore({"value": scale, "finite_steps": 0, "skipped_steps": 0})
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return Results(trainer.state.log_history, tw.full_state_dict(trainer.model))
+    return Results.of(trainer)
 
 
 @pytest.mark.slow
@@ -253,36 +223,6 @@ def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-def raced(directory: Path, profile: str) -> tuple[list[str], str, list[Any], list[Any]]:
-    """What ``auto`` says of a race, the plan that it takes, and logs of training with ``auto`` and with that plan."""
-    logs, plan = [], None
-    with heard() as said:
-        for name in ("auto", "named"):
-            torch.manual_seed(7)
-            asked = {"plan": "auto", "sequence_length": LENGTH, "profile": profile} if plan is None else {}
-            settings = arguments(directory / name, ThinwireArguments, max_steps=20, **asked)
-            trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), plan=plan)
-            trainer.train()
-            steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-            logs.append([(entry["loss"], entry["grad_norm"]) for entry in steps])
-            plan = runtime(trainer.model).plan
-    assert plan is not None
-    return said, plan.to_toml(), logs[0], logs[1]
-
-
-@pytest.mark.slow
-def test_training_after_a_race_is_that_of_the_plan_which_it_took(tmp_path: Path) -> None:
-    """Bit for bit. On a machine that is predicted to be slow, 20 steps take longer than a race may."""
-    slow = Profile.read(ROOT / "docs" / "results" / "planner" / "profile-200mbit.json").paced(400.0)
-    slow.with_(nodes=1, gpus_per_node=2).write(tmp_path / "slow.json")
-    (said, plan, after, named), other = run_ranks(2, raced, tmp_path, str(tmp_path / "slow.json"), timeout=280)
-    assert other[1:] == (plan, after, named)
-    assert len(after) == 20
-    assert after == named
-    assert any("a step in" in line and "preset" in line for line in said), said
-    assert any("taken: " in line for line in said), said
-
-
 # ------------------------------------------------------------------------------------------------------ adapters, TRL
 
 
@@ -308,8 +248,7 @@ def test_adapters_train_as_under_ddp(tmp_path: Path) -> None:
     for plan in ("zero3", "zero1"):
         got = load_file(tmp_path / plan / "adapter_model.safetensors")
         assert got.keys() == want.keys()
-        for name, value in want.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 TEXT = ROOT / "README.md"
@@ -342,13 +281,11 @@ def by_trl(
     import datasets
 
     tokenizer = tokenizer_of(TEXT.read_text())
-    made = kind if plan is None else type("OverShares", (ThinwireTrainerMixin, kind), {})
-    trainer = made(
+    trainer = over(plan, kind)(
         *(reader(len(tokenizer)) for _ in range(models)),
         arguments(directory, settings, max_steps=5, max_length=64, bf16=False),
         train_dataset=datasets.Dataset.from_dict(data),
         processing_class=tokenizer,
-        **({} if plan is None else {"plan": plan}),
     )
     trainer.train()
     return trainer

@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
+from tests.support.training.grids import (
+    EPS,
+    LENGTH,
+    LR,
+    PARAMETER_TOLERANCE,
+    STEPS,
+    VOCABULARY,
+    alone,
+    batches,
+    gap,
+    train,
+)
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.group import control
 from thinwire.cost import parts, units
 from thinwire.errors import SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
@@ -20,16 +32,10 @@ from thinwire.sharding.runtime.runtime import runtime_of
 from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ModelSpec
 from thinwire.testing import run_ranks
-from thinwire.train.data.samples import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.ranks
-
-VOCABULARY, LENGTH, STEPS = 64, 16, 3
-LR, EPS, CLIP = 1e-2, 1e-1, 0.25
-PARAMETER_TOLERANCE = 1e-6
-"""Relative to a parameter's largest value, after three steps: the contract of unsharded and sharded training."""
 
 
 def build(kind: str = "own", experts: int = 4) -> nn.Module:
@@ -60,55 +66,14 @@ def plan_for(preset: str, nodes: int, local: int, ep: int, **fields: Any) -> tw.
     return tw.Plan.preset(preset, nodes=nodes, local=local, ep=ep, **changes)
 
 
-def batches(micro_batches: int, world: int, rank: int, sequences: int = 2) -> list[list[Batch]]:
-    """This rank's micro-batches of every step."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCABULARY, (STEPS, micro_batches * world, sequences, LENGTH + 1), generator=generator)
-    return [[Batch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in step] for step in tokens[:, rank::world]]
-
-
-Trained = tuple[list[float], list[float], dict[str, torch.Tensor]]
-
-
-def alone(kind: str, micro_batches: int, world: int) -> Trained:
-    """One process on all samples: losses, norms, parameters."""
-    model = build(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
-    losses, norms = [], []
-    for step in batches(micro_batches * world, 1, 0):  # every rank's samples
-        total = 0.0
-        for batch in step:
-            loss = model(batch.input_ids, batch.labels).loss / len(step)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def start(kind: str, plan: tw.Plan) -> tuple[ParallelModel, ParallelOptimizer]:
     model = tw.parallelize(build(kind), plan, loss=cross_entropy)
     return model, model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS)
 
 
-def train(
-    model: ParallelModel, optimizer: ParallelOptimizer, steps: list[list[Batch]]
-) -> tuple[list[float], list[float]]:
-    losses, norms = [], []
-    for step in steps:
-        loss = model.step(step)
-        losses.append(control().all_reduce_mean([float(loss)])[0])
-        norms.append(float(model.clip_grad_norm_(CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms
-
-
 def train_and_save(kind: str, plan: tw.Plan, path: Path) -> tuple[list[float], list[float], dict[str, int]]:
     model, optimizer = start(kind, plan)
-    losses, norms = train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler))
+    losses, norms = train(model, optimizer, batches(plan, model.grid.sampler))
     traffic = model.axis_traffic().values()
     model.save(optimizer, path)
     counted = {"sent": sum(of.sent for of in traffic), "plain": sum(of.plain for of in traffic)}
@@ -120,11 +85,6 @@ def saved_parameters(path: Path) -> dict[str, torch.Tensor]:
 
     saved = SavedModel(path)
     return {name: saved.read(name) for name in saved.shapes}
-
-
-def largest_error(parameters: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert parameters.keys() == expected.keys()
-    return max(float((parameters[name] - value).abs().max() / value.abs().max()) for name, value in expected.items())
 
 
 ON_HOST = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
@@ -154,32 +114,34 @@ SLOW = (
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PLANS])
 def test_training_equals_one_process(name: str, tmp_path: Path) -> None:
     kind, plan = PLANS[name]
-    losses, norms, expected = alone(kind, plan.micro_batches, plan.samplers)
+    losses, norms, expected = alone(build(kind), plan)
     path = tmp_path / "saved"
     for ranks_losses, ranks_norms, counted in run_ranks(plan.world, train_and_save, kind, plan, path, timeout=500):
         assert ranks_losses == pytest.approx(losses, rel=1e-5)
         assert ranks_norms == pytest.approx(norms, rel=1e-5)
         assert counted["sent"] == counted["plain"] > 0
-    assert largest_error(saved_parameters(path), expected) < PARAMETER_TOLERANCE
+    saved = saved_parameters(path)
+    assert saved.keys() == expected.keys()
+    assert gap(saved, expected) < PARAMETER_TOLERANCE
 
 
 def resume(plan: tw.Plan, path: Path) -> tuple[list[float], list[float]]:
     """Load a checkpoint of two steps, and take the third."""
     model, optimizer = start("own", plan)
     model.load(optimizer, path)
-    return train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler)[2:])
+    return train(model, optimizer, batches(plan, model.grid.sampler)[2:])
 
 
 def two_steps(plan: tw.Plan, path: Path) -> None:
     model, optimizer = start("own", plan)
-    train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler)[:2])
+    train(model, optimizer, batches(plan, model.grid.sampler)[:2])
     model.save(optimizer, path)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_loads_where_other_numbers_of_ranks_share_experts(tmp_path: Path) -> None:
     plans = [plan_for("zero1", 1, 4, 2), plan_for("zero3", 2, 2, 4), plan_for("zero1", 2, 2, 1)]
-    losses, norms, _ = alone("own", 2, 4)
+    losses, norms, _ = alone(build(), plans[0])
     run_ranks(4, two_steps, plans[0], tmp_path / "saved", timeout=500)
     for plan in plans:
         for resumed, resumed_norms in run_ranks(4, resume, plan, tmp_path / "saved", timeout=500):
@@ -189,7 +151,7 @@ def test_a_checkpoint_loads_where_other_numbers_of_ranks_share_experts(tmp_path:
 
 def train_with_codec(plan: tw.Plan) -> tuple[list[float], int, int, set[str]]:
     model, optimizer = start("own", plan)
-    losses, _ = train(model, optimizer, batches(plan.micro_batches, plan.samplers, model.grid.sampler, sequences=16))
+    losses, _ = train(model, optimizer, batches(plan, model.grid.sampler, sequences=16))
     traffic = next(iter(model.axis_traffic().values()))
     return losses, traffic.sent, traffic.plain, {row.codec for row in traffic.rows if row.op != "all_to_all"}
 
@@ -225,7 +187,7 @@ def test_tokens_take_the_bytes_that_the_planner_prices() -> None:
 def sent_in_a_step(plan: tw.Plan) -> dict[str, int]:
     """Bytes by lane and scope of a step in steady state, over all parts of the model."""
     model, optimizer = start("own", plan)
-    steps = batches(plan.micro_batches, plan.samplers, model.grid.sampler)
+    steps = batches(plan, model.grid.sampler)
     total: Counter[str] = Counter()
     for number in (1, 2):
         train(model, optimizer, steps[number - 1 : number])
@@ -255,11 +217,8 @@ def test_ranks_send_the_bytes_of_the_program(name: str) -> None:
         (plan_for("ddp", 1, 2, 1, cp=2), "cp = 2 does not work with GPT"),
     ],
 )
+@on_ranks(2)
 def test_models_that_cannot_are_refused(plan: tw.Plan, sentence: str) -> None:
-    run_ranks(2, refuse, plan, sentence, timeout=500)
-
-
-def refuse(plan: tw.Plan, sentence: str) -> None:
     from thinwire.train.models.gpt import GPT, GPTConfig
 
     model = GPT(GPTConfig(vocab=VOCABULARY, hidden=32, layers=2, heads=4, ffn=48, seq=LENGTH))
@@ -267,12 +226,9 @@ def refuse(plan: tw.Plan, sentence: str) -> None:
         tw.parallelize(model, plan, loss=cross_entropy)
 
 
-def refuse_number() -> None:
+@on_ranks(2)
+def test_numbers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(SpecError, match="ep = 2 should divide the model's experts = 3"):
         tw.parallelize(build(experts=3), plan_for("ddp", 1, 2, 2), loss=cross_entropy)
     with pytest.raises(SpecError, match=r"ep = 2: thinwire\.shard"):
         tw.shard(build(), plan_for("ddp", 1, 2, 2))
-
-
-def test_numbers_that_do_not_divide_are_refused() -> None:
-    run_ranks(2, refuse_number, timeout=500)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import computed
 from tests.support.training.grids import (
     CLIP,
@@ -19,6 +20,7 @@ from tests.support.training.grids import (
     LR,
     PARAMETER_TOLERANCE,
     Kind,
+    alone,
     batches,
     build,
     gap,
@@ -39,28 +41,9 @@ from thinwire.train.models.common import cross_entropy
 pytestmark = pytest.mark.ranks
 
 
-def alone(kind: Kind, samples: list[list[Batch]]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """One process on all samples: losses, norms, parameters."""
-    model = build(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
-    losses, norms = [], []
-    for step in samples:
-        total = 0.0
-        for batch in step:
-            loss = model(batch.input_ids, batch.labels).loss / len(step)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]:
     model, optimizer = start(kind, plan, **options)
-    everyone = tw.Plan.preset("zero1", nodes=1, local=1, micro_batches=plan.micro_batches * plan.world)
-    results: list[Any] = [alone(kind, batches(everyone, 0)) if dist.get_rank() == 0 else None]
+    results: list[Any] = [alone(build(kind), plan) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(results)
     losses, norms, reference = results[0]
     trained = train(model, optimizer, batches(plan, model.grid.data))
@@ -339,7 +322,8 @@ def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
     run_ranks(2, refuse_groups)
 
 
-def step_with_micro_batches_of_other_sizes() -> None:
+@on_ranks(1)
+def test_micro_batches_may_differ_in_size() -> None:
     whole = build("llama")
     reference = copy.deepcopy(whole)
     (full, *_), *_ = batches(plan_for(1, 1, 1), 0, sequences=3)
@@ -354,18 +338,14 @@ def step_with_micro_batches_of_other_sizes() -> None:
         model.step([])
 
 
-def refuse_other_micro_batches() -> None:
+@on_ranks(2)
+def test_micro_batches_of_a_pipeline_have_one_size() -> None:
     model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
     step, *_ = batches(model.plan, 0)
     shorter = Batch(step[0].input_ids[:1], step[0].labels[:1])
     for given in (step[:2], [*step[:3], shorter]):
         with pytest.raises(UsageError, match=r"and the pipeline runs plan.micro_batches = 4 of one size"):
             model.step(given)
-
-
-def test_micro_batches_may_differ_in_size_except_in_a_pipeline() -> None:
-    run_ranks(1, step_with_micro_batches_of_other_sizes)
-    run_ranks(2, refuse_other_micro_batches)
 
 
 def use_as_an_optimizer_of_torch() -> list[float]:

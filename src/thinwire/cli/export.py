@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,18 +16,13 @@ from thinwire.errors import SpecError
 from thinwire.units import format_bytes, parse_bytes
 
 
-class Precision(StrEnum):
-    """Data type of exported weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
     to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.")] = None,
-    dtype: Annotated[Precision, typer.Option(help="Type of the weights; masters are float32.")] = Precision.float32,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type of the weights; masters are float32.")
+    ] = "float32",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a file of weights.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace the model in a directory that is not empty.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON to stdout.")] = False,
@@ -50,7 +44,7 @@ def export(
         size = parse_bytes(max_shard_size)
         if size < 1:
             raise SpecError("--max-shard-size", f"{max_shard_size!r} holds nothing; expected for example 5GB")
-        done = write(RunDirectory(run), to, step=step, dtype=dtype.value, max_shard_bytes=size, force=force)
+        done = write(RunDirectory(run), to, step=step, dtype=dtype, max_shard_bytes=size, force=force)
         if as_json:
             print(json.dumps({**dataclasses.asdict(done), "directory": str(to)}))
         console = wide_console(as_json=as_json)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from rich.table import Table
 
 from thinwire.cli.terminal.console import plain_console
-from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.errors import explained, writing
 from thinwire.cli.terminal.options import expand_options
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import SpecError
+from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
@@ -25,13 +24,6 @@ if TYPE_CHECKING:
 
 
 Value = TypeVar("Value")
-
-
-class Per(StrEnum):
-    """The unit for which the command starts once."""
-
-    RANK = "rank"
-    HOST = "host"
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,9 @@ class LabOptions:
             metavar="I,J,...", help="Place of each host; the first G places form one leaf.", show_default="in order"
         ),
     ] = None
-    per: Annotated[Per | None, typer.Option(help="Start COMMAND once per rank or once per host.")] = None
+    per: Annotated[
+        Literal["rank", "host"] | None, typer.Option(help="Start COMMAND once per rank or once per host.")
+    ] = None
     grace: Annotated[
         str,
         typer.Option(metavar="TIME", help="Time that other ranks have to exit after a rank failed or after Ctrl-C."),
@@ -112,14 +106,16 @@ def lab(options: LabOptions) -> None:
         from thinwire.lab.job import Job, starts_ranks
 
         spec = _spec(options)
-        kind = options.per or (Per.HOST if starts_ranks(options.command) else Per.RANK)
+        kind = options.per or ("host" if starts_ranks(options.command) else "rank")
         grace = _read("grace", options.grace, parse_duration)
         with Lab(spec) as cluster:
-            outcome = Job(cluster, options.command, kind.value, grace=grace, logs=options.logs).run()
+            outcome = Job(cluster, options.command, kind, grace=grace, logs=options.logs).run()
             traffic = cluster.traffic()
         _show(spec, outcome, traffic)
         if options.as_json is not None:
-            _write(options.as_json, _summary(options.command, kind, spec, outcome, traffic))
+            text = json.dumps(_summary(options.command, kind, spec, outcome, traffic), indent=2) + "\n"
+            with writing("--json", options.as_json):
+                options.as_json.write_text(text, encoding="utf-8")
     raise typer.Exit(outcome.status)
 
 
@@ -191,19 +187,16 @@ def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> No
     """Print the traffic of each link to stderr; stdout belongs to the command."""
     rates = spec.host_bandwidths or ((spec.bandwidth,) if spec.bandwidth is not None else ())
     limit = f"of {', '.join(map(format_bandwidth, rates))}" if rates else "unlimited"
-    table = Table(title=f"{format_duration(outcome.seconds)}, links {limit} each way", title_justify="left", box=None)
-    table.add_column("host")
-    for title in ("sent", "mean rate", "received", "mean rate"):
-        table.add_column(title, justify="right")
+    rows = []
     for node, link in enumerate(traffic):
-        cells = [
-            cell
+        sent, received = (
+            (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth_of(node)))
             for count in (link.sent_bytes, link.received_bytes)
-            for cell in (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth_of(node)))
-        ]
-        table.add_row(link.host, *cells)
+        )
+        rows.append([link.host, *sent, *received])
+    title = f"{format_duration(outcome.seconds)}, links {limit} each way"
     console = plain_console(stderr=True)
-    console.print(table)
+    print_sheet(console, Sheet(title, ["host", "sent", "mean rate", "received", "mean rate"], 1, rows))
     if outcome.failure is not None:
         console.print(f"thinwire: {outcome.failure}", soft_wrap=True)
 
@@ -217,7 +210,7 @@ def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
 
 
 def _summary(
-    command: Sequence[str], per: Per, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
+    command: Sequence[str], per: str, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
 ) -> dict[str, Any]:
     from thinwire.lab.traffic import utilization
 
@@ -229,11 +222,4 @@ def _summary(
         }
         for node, link in enumerate(traffic)
     ]
-    return {"command": list(command), "per": per.value, **asdict(spec), **asdict(outcome), "links": links}
-
-
-def _write(path: Path, summary: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"json = {str(path)!r} cannot be written: {error.strerror}") from error
+    return {"command": list(command), "per": per, **asdict(spec), **asdict(outcome), "links": links}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thinwire.cli.terminal.console import say, wide_console
-from thinwire.cli.terminal.errors import explained
+from thinwire.cli.terminal.errors import explained, writing
 from thinwire.cli.terminal.options import expand_options
 from thinwire.cli.terminal.summary import shown
 from thinwire.errors import ThinwireError, UsageError
@@ -66,11 +66,13 @@ def report(options: ReportOptions) -> None:
         require("report", "thinwire report")
         from thinwire.record import read_runs
         from thinwire.report.figures import figures
-        from thinwire.report.page import final_sheet
+        from thinwire.report.page import final_sheet, write_page
 
         runs = read_runs(options.runs)
         subjects = [_subject(run, options.profile) for run in runs]
-        written = _write(options.out or (runs[0].path / "report" if len(runs) == 1 else Path("report")), subjects)
+        directory = (options.out or (runs[0].path / "report" if len(runs) == 1 else Path("report"))).resolve()
+        with writing("--out", directory):
+            written = write_page(directory, subjects)
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
         print_sheet(console, final_sheet(numbers))
@@ -78,17 +80,6 @@ def report(options: ReportOptions) -> None:
         say(console, f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory")
         if options.as_json:
             print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
-
-
-def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
-    """Write the page and its pictures; the page comes first in the list."""
-    from thinwire.report.page import write_page
-
-    directory = directory.resolve()
-    try:
-        return write_page(directory, subjects)
-    except OSError as error:
-        raise UsageError(f"{directory} cannot be written: {error.strerror}; choose another --out") from error
 
 
 def _subject(run: RunRecord, profile: Path | None) -> Subject:

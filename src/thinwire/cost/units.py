@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from thinwire.cost.blocks import ModelPart, Tensor
 from thinwire.cost.shapes import parts
-from thinwire.errors import SpecError
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel, slot_offsets
 from thinwire.program.wire import ITEMSIZE, is_excluded, separates
 from thinwire.spec import ModelSpec, Plan
@@ -31,9 +30,8 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         SpecError: The plan cuts single blocks further than the rest, which has no price yet.
     """
     if any(unit.granularity not in (None, plan.granularity) for unit in plan.units):
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
-            "units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here",
+        raise plan.unsuitable(
+            "units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"
         )
     own = parts(model, plan.granularity, plan.tp, plan.ep)
     if plan.ep == 1:

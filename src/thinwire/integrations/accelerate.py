@@ -70,13 +70,7 @@ _KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.
 
 class SteppingOptimizer(AcceleratedOptimizer):
     """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped, and gives all
-    ranks the first one's buffers.
-
-    Args:
-        optimizer: The optimizer.
-        models: The models that it updates.
-        handler: DDP's options.
-    """
+    ranks the first one's buffers, of the models that it updates."""
 
     optimizer: Any
 

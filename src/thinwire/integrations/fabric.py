@@ -22,16 +22,15 @@ from torch import nn
 import thinwire as tw
 from thinwire.checkpoint import store
 from thinwire.errors import UsageError
-from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.automatic import AutoPlan
 from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.building import Building
-from thinwire.integrations.common.mixed import COMPUTE_DTYPES, ShardedPrecision, checked_precision, register
+from thinwire.integrations.common.mixed import ShardedPrecision, checked_precision, register
 from thinwire.integrations.common.optimizers import is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
-from thinwire.sharding.checkpointing.full_state import load_whole_share_state, load_whole_state
+from thinwire.sharding.checkpointing.full_state import load_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.step.loss_scale import LossScale
-from thinwire.spec import Factor
 
 __all__ = ["AutoPlan", "ThinwireFabricPrecision", "ThinwireFabricStrategy"]
 
@@ -101,8 +100,7 @@ class ThinwireFabricStrategy(DDPStrategy):
     def __init__(
         self, plan: tw.Plan | AutoPlan | str | Path = "zero3", *, frozen: str | Path | None = None, **options: Any
     ) -> None:
-        self._plan, self._frozen = plan, frozen
-        self._building = Building(self.broadcast)
+        self._frozen, self._building = frozen, Building(self, plan)
         self._sharded: WeakSet[nn.Module] = WeakSet()
         self._buffers: list[SharedBuffers] = []
         super().__init__(**options)
@@ -148,10 +146,7 @@ class ThinwireFabricStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module. Collective."""
-        mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-        dtype = COMPUTE_DTYPES[str(self.precision.precision)]
-        device = self.root_device
-        self._building.shard(module, lambda: plan_for(module, self._plan, mesh, dtype, device), device)
+        self._building.shard(module, str(self.precision.precision))
         self._sharded.add(module)
         if self._ddp_kwargs.get("broadcast_buffers", True):
             self._buffers.append(SharedBuffers([module]))
@@ -281,7 +276,7 @@ class ThinwireFabricStrategy(DDPStrategy):
             KeyError: The state has a key that the checkpoint lacks, and ``strict`` is set.
         """
         if isinstance(state, torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
-            _load_raw(state, self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
+            load_whole_state(state, self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
             return {}
         if isinstance(state, nn.Module):
             remainder: dict[str, Any] = super().load_checkpoint(path, _original(state), strict, weights_only)
@@ -314,21 +309,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         return others
 
 
-def _load_raw(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
-    """Load the state dict of the whole module's optimizer."""
-    if isinstance(optimizer, ShardedOptimizer):
-        names = [[share.spec.name for share in group["params"]] for group in optimizer.param_groups]
-        load_whole_state(optimizer, names, whole)
-    else:
-        load_whole_share_state(optimizer, whole)
-
-
 class _Sharded:
     """The sharded modules of a state, each with its optimizers, and the other objects.
-
-    Args:
-        call: What the user has called, for messages.
-        state: The state.
 
     Raises:
         UsageError: There is no sharded module.

@@ -23,11 +23,10 @@ import thinwire as tw
 from thinwire.checkpoint import store
 from thinwire.collectives import group
 from thinwire.errors import UsageError
-from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.automatic import AutoPlan
 from thinwire.integrations.common.buffers import SharedBuffers
 from thinwire.integrations.common.building import Building
 from thinwire.integrations.common.mixed import (
-    COMPUTE_DTYPES,
     ShardedPrecision,
     checked_precision,
     register,
@@ -36,15 +35,8 @@ from thinwire.integrations.common.mixed import (
 )
 from thinwire.integrations.common.optimizers import combines, is_sharded, names_of, over_shares, without_sync
 from thinwire.integrations.common.typed_state import decoded, encoded
-from thinwire.sharding.checkpointing.full_state import (
-    load_whole_share_state,
-    load_whole_state,
-    whole_share_state,
-    whole_state,
-    whole_value,
-)
+from thinwire.sharding.checkpointing.full_state import load_whole_state, whole_state, whole_value
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.spec import Factor
 
 __all__ = ["AutoPlan", "ThinwirePrecision", "ThinwireStrategy"]
 
@@ -137,9 +129,9 @@ class ThinwireStrategy(DDPStrategy):
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
             raise UsageError(f"state_dict_type = {state_dict_type!r}: valid are 'sharded' and 'full'")
-        self._plan, self._writes_whole, self._frozen = plan, state_dict_type == "full", frozen
+        self._writes_whole, self._frozen = state_dict_type == "full", frozen
         self.gradient_norm = None
-        self._building = Building(self.broadcast)
+        self._building = Building(self, plan)
         super().__init__(**options)
 
     def _share_buffers(self) -> None:
@@ -180,22 +172,13 @@ class ThinwireStrategy(DDPStrategy):
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync and not is_sharded(module):
             self._layer_sync.apply(module)
-        mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-        dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
         with _trained_later(module) if _unfreezes(trainer) else nullcontext():
             self._building.shard(
                 module,
-                lambda: plan_for(
-                    module,
-                    self._plan,
-                    mesh,
-                    dtype,
-                    self.root_device,
-                    micro_batches=trainer.accumulate_grad_batches,
-                    clip=bool(trainer.gradient_clip_val),
-                    steps=trainer.max_steps if trainer.max_steps > 0 else None,
-                ),
-                self.root_device,
+                str(self.precision_plugin.precision),
+                micro_batches=trainer.accumulate_grad_batches,
+                clip=bool(trainer.gradient_clip_val),
+                steps=trainer.max_steps if trainer.max_steps > 0 else None,
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -205,11 +188,10 @@ class ThinwireStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Let the optimizers of ``configure_optimizers`` train the shares; one of the whole module is made anew."""
         super().setup_optimizers(trainer)
-        names = names_of(self.lightning_module)
         made = over_shares(
             self.lightning_module,
             self.optimizers,
-            names,
+            names_of(self.lightning_module),
             remedy="do so inside configure_optimizers",
             loss_scale=self.precision_plugin.loss_scale,
             fixed=not _unfreezes(trainer),
@@ -218,9 +200,6 @@ class ThinwireStrategy(DDPStrategy):
         if isinstance(made[0], ShardedOptimizer):
             for config in self.lr_scheduler_configs:
                 config.scheduler.optimizer = made[0]  # by which Lightning's callbacks tell whose scheduler it is
-            groups = [group["params"] for group in self.optimizers[0].param_groups]
-            # Names of the parameters of each group.
-            self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]
         else:
             self.precision_plugin.scale_each_optimizer()
         self.optimizers = made
@@ -288,10 +267,7 @@ class ThinwireStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer: of shares nothing, as :meth:`save_checkpoint` writes each rank's. Collective."""
-        inner = _plain(optimizer)
-        if not self._writes_whole:
-            return {}
-        return whole_state(inner, self._groups) if isinstance(inner, ShardedOptimizer) else whole_share_state(inner)
+        return whole_state(_plain(optimizer)) if self._writes_whole else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state, except the shares that :meth:`load_checkpoint` has loaded."""
@@ -302,10 +278,8 @@ class ThinwireStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load an optimizer's state, except the shares that :meth:`load_checkpoint` has loaded."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if state and isinstance(optimizer, ShardedOptimizer):
-                load_whole_state(optimizer, self._groups, state)
-            elif state:
-                load_whole_share_state(optimizer, state)
+            if state:
+                load_whole_state(optimizer, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint: a directory of shares, atomically, with the trainer's state of rank 0 inside, or

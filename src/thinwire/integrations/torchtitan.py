@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from thinwire.errors import UsageError
@@ -22,35 +25,30 @@ try:
 except ModuleNotFoundError as missing:
     raise ImportError(f"{__name__} needs torchtitan 0.3: pip install 'thinwire[torchtitan]'") from missing
 
-from torchtitan.components.checkpoint import MODEL
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config.override import OverrideConfig, derive, override
+from torchtitan.distributed import utils as distributed_utils
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import get_local_device
 
 import thinwire as tw
-from thinwire.integrations.torchtitan_parts import (
-    CheckpointsOfShares,
-    StepsOfShares,
-    WholeModel,
-    refuse_other_jobs,
-    refuse_other_parallelism,
-    refuse_training,
-    shard,
-)
+from thinwire.integrations.common.optimizers import begin_micro_batch
+from thinwire.integrations.common.plans import chosen_plan, launched_mesh
+from thinwire.integrations.torchtitan_checkpoints import ShardedCheckpoints
+from thinwire.sharding.memory.initial import Region
 from thinwire.sharding.modules.graphs import cuda_graphs_error
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER
+from thinwire.sharding.runtime.runtime import runtime_of
 
 _OVERRIDES: Final = ("sharded_optimizers", "sharded_checkpoints", "whole_loss")
 
 
-class ThinwireTrainer(StepsOfShares, Trainer):
+class ThinwireTrainer(Trainer):
     """torchtitan's ``Trainer`` over a sharded model. Make its configuration with :func:`sharded`.
 
     Args:
@@ -70,7 +68,13 @@ class ThinwireTrainer(StepsOfShares, Trainer):
     def __init__(self, config: Config) -> None:
         if not config.training.disable_cuda_graphs:
             raise cuda_graphs_error("training.disable_cuda_graphs = False", "set it to True")
-        refuse_other_jobs(config)
+        if config.checkpoint.create_seed_checkpoint:
+            raise UsageError(
+                "checkpoint.create_seed_checkpoint = True: every plan starts from the same values for a debug.seed; "
+                "leave it out"
+            )
+        if config.comm.mode != "default":
+            raise UsageError(f"comm.mode = {config.comm.mode!r}: thinwire exchanges over real ranks; use 'default'")
         assert config.model_spec is not None
         split = functools.partial(parallelize, plan=config.plan)
         config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=split)
@@ -78,6 +82,39 @@ class ThinwireTrainer(StepsOfShares, Trainer):
         others = [target for target in config.override.imports if target not in ours]
         config.override = OverrideConfig(imports=[*ours, *others])
         super().__init__(config)
+
+    def train_step(self, *batches: Any) -> None:
+        """Run a step."""
+        with _clipping_by_the_whole_norm(self.model_parts[0]):
+            super().train_step(*batches)
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
+        model = self.model_parts[0]
+        begin_micro_batch(model, last=runtime_of(model).schedule.backwards == self.gradient_accumulation_steps - 1)
+        loss: torch.Tensor = super().forward_backward_step(**batch)
+        return loss
+
+
+@contextlib.contextmanager
+def _clipping_by_the_whole_norm(model: nn.Module) -> Iterator[None]:
+    """Let a trainer's step clip a model's gradient by its norm, which ranks exchange with the step's agreement.
+
+    torchtitan would ask for the norm of each parameter.
+    """
+
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **way: Any
+    ) -> torch.Tensor:
+        del parameters, way  # all of the model's; how torchtitan would scale them, and degrees that are refused above 1
+        return tw.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite)
+
+    theirs = distributed_utils.clip_grad_norm_
+    distributed_utils.clip_grad_norm_ = clip
+    try:
+        yield
+    finally:
+        distributed_utils.clip_grad_norm_ = theirs
 
 
 def sharded(config: Trainer.Config, plan: str | Path = "zero3") -> ThinwireTrainer.Config:
@@ -133,23 +170,99 @@ def parallelize(
 
     Raises:
         UsageError: The options ask for what thinwire cannot do here.
-        SpecError: There is no such preset or file, or the plan is for another number of ranks.
+        SpecError: There is no such preset or file, or the plan is for another number of ranks or another dtype.
     """
-    refuse_other_parallelism(parallel_dims, parallelism)
-    refuse_training(training, compile_config)
-    _refuse_options(model, parallelism)
-    shard(model, plan, training, parallel_dims.world_size, get_local_device())
+    _refuse_parallelism(parallel_dims, parallelism)
+    _refuse_options(model, training, compile_config)
+    device = get_local_device()
+    device = torch.device("cpu") if device.type == "cpu" else device
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+    resolved = _resolved(plan, parallel_dims.world_size, training)
+    tw.shard(model, resolved, units=list(_units(model)), values=_Unset(), device=device)
+    # torchtitan would now allocate the parameters, but they are in place.
+    model.to_empty = lambda *, device, recurse=True: model  # type: ignore[method-assign]
+    logger.info("Sharded the model by the plan %s", plan)
     if recomputation["ac_config"] is not None:
         recomputation["ac_config"].build(dump_folder=recomputation["dump_folder"]).apply(model)
     return model
 
 
-def _refuse_options(model: nn.Module, parallelism: Any) -> None:
+def _resolved(plan: str, world: int, training: Any) -> tw.Plan:
+    """The plan of a run: gradients are summed over ranks, because torchtitan's losses are divided by all tokens."""
+    dtype = training.mixed_precision_param
+    chosen = chosen_plan(plan, launched_mesh(world), dtype, asked_by="training.mixed_precision_param")
+    if training.enable_cpu_offload and chosen.residence.on_device:  # a plan file may say otherwise
+        on_host = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
+        chosen = chosen.with_(residence=on_host)
+    return chosen.with_(grad_reduce="sum", micro_batch=training.local_batch_size)
+
+
+class _Unset:
+    """Initial values of parameters that torchtitan initialises later."""
+
+    def open(self) -> str:
+        """Identify the values."""
+        return "zeros"
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """Zeros of the region's shape."""
+        del name
+        return torch.zeros([part.stop - part.start for part in region], dtype=torch.float32, device="cpu")
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """Blocks, and leaves outside of them, such as the embedding and the head. The root takes shared parameters."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleDict | nn.ModuleList):
+            yield from child.children()
+        elif sum(parameter.numel() for parameter in child.parameters()) > 1 << 16:
+            yield child
+
+
+def _refuse_parallelism(parallel_dims: Any, parallelism: Any) -> None:
+    """Refuse ranks that are not data-parallel, and what a plan decides here."""
+    for name, degree in (
+        ("tensor_parallel_degree", parallel_dims.tp),
+        ("pipeline_parallel_degree", parallel_dims.pp),
+        ("context_parallel_degree", parallel_dims.cp),
+        ("expert_parallel_degree", parallel_dims.ep),
+    ):
+        if degree > 1:
+            raise UsageError(
+                f"parallelism.{name} = {degree}: thinwire shards over data-parallel ranks here; set it to 1"
+            )
+    if parallel_dims.dp_replicate > 1:
+        raise UsageError(
+            f"parallelism.data_parallel_replicate_degree = {parallel_dims.dp_replicate}: the plan says what is "
+            "replicated, for example 'hsdp' or 'zero1-node'; leave it at 1"
+        )
+    if parallelism.fsdp_reshard_after_forward != "default":
+        raise UsageError(
+            f"parallelism.fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r}: the plan's "
+            "keep_gathered says what stays gathered; leave it at 'default'"
+        )
     if parallelism.enable_fsdp_symm_mem:
         raise UsageError("parallelism.enable_fsdp_symm_mem = True: it is FSDP's; leave it out")
     if parallelism.spmd_backend == "full_dtensor":
         raise UsageError(
             "parallelism.spmd_backend = 'full_dtensor': inputs would be DTensors; use 'spmd_types' or 'partial_dtensor'"
+        )
+
+
+def _refuse_options(model: nn.Module, training: Any, compile_config: Any) -> None:
+    """Refuse options that do not suit shares."""
+    if compile_config.enable and "model" in compile_config.components:
+        raise UsageError(
+            "compile.components has 'model': blocks of a sharded model are not compiled here; compile 'loss' alone or "
+            "set compile.enable = False"
+        )
+    if training.dtype != "float32":
+        raise UsageError(
+            f"training.dtype = {training.dtype!r}: masters are float32; use training.mixed_precision_param to compute "
+            "in bfloat16"
         )
     if has_quantization(getattr(model, "config", None)):
         raise UsageError(
@@ -219,35 +332,6 @@ def sharded_optimizers(config: OptimizersContainer.Config) -> ShardedOptimizers.
     """Override of torchtitan's optimizers container, for a model that :func:`parallelize` has sharded."""
     ours: ShardedOptimizers.Config = derive(config, ShardedOptimizers.Config)
     return ours
-
-
-# -- checkpoints --------------------------------------------------------------------------------------------------
-
-
-class ShardedCheckpoints(CheckpointsOfShares):
-    """torchtitan's checkpoint manager, with checkpoints of shares that load under any plan and on any number of ranks.
-
-    Args:
-        config: Configuration of the manager.
-        **parts: See torchtitan's manager.
-
-    Raises:
-        UsageError: The folder is remote, or saving is asynchronous.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):
-        """The manager's configuration."""
-
-    def __init__(self, config: Config, **parts: Any) -> None:
-        super().__init__(config, **parts)
-        if not self.enable:
-            return
-        if filesystem.is_remote(self.folder):
-            raise UsageError(f"checkpoint.folder = {config.folder!r}: checkpoints go to a local directory")
-        if config.async_mode.lower() != "disabled":
-            raise UsageError(f"checkpoint.async_mode = {config.async_mode!r}: shares are saved at once; use 'disabled'")
-        self.states[MODEL] = WholeModel(parts["model_parts"][0])
 
 
 @override(target=BaseCheckpointManager.Config, description="Checkpoints of thinwire's shares")

@@ -21,11 +21,10 @@ from transformers import Trainer, TrainingArguments
 import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
-from thinwire.integrations.common.automatic import automatic_plan
+from thinwire.integrations.common.automatic import AutoPlan, automatic_plan
 from thinwire.integrations.common.optimizers import begin_micro_batch, is_sharded, names_of, over_shares
 from thinwire.integrations.common.plans import chosen_plan, launched_mesh
 from thinwire.integrations.common.typed_state import decoded, encoded
-from thinwire.plan import CODEC_LEVELS, CodecLevel
 from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
@@ -131,24 +130,37 @@ class ThinwireTrainerMixin:
         return self.optimizer  # type: ignore[no-any-return]
 
     def _resolved_plan(self) -> Plan:
-        template = resolved("zero3" if self._plan == "auto" else self._plan, self.args)
+        args = self.args
+        dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
+        named = "zero3" if self._plan == "auto" else self._plan
+        template = chosen_plan(named, launched_mesh(args.world_size), dtype).with_(
+            micro_batch=args.per_device_train_batch_size, micro_batches=args.gradient_accumulation_steps
+        )
         if self._plan != "auto":
             return template
-        length = getattr(self.args, "sequence_length", None) or getattr(self.args, "max_length", None)
+        length = getattr(args, "sequence_length", None) or getattr(args, "max_length", None)
+        if length is None:
+            raise UsageError(
+                'plan="auto": the length of sequences is unknown, on which memory and time depend; set '
+                "ThinwireArguments(sequence_length=...), or max_length of TRL's configurations"
+            )
         # Under the new name of that argument, or the old one.
         names = ("activation_checkpointing", "gradient_checkpointing")
-        recomputes = any(bool(getattr(self.args, name, False)) for name in names)
-        chosen = automatic_plan(
-            self.model.config.to_dict(),
+        recomputes = any(bool(getattr(args, name, False)) for name in names)
+        auto = AutoPlan(
             length,
-            template.with_(recompute=recomputes),
-            self.args.device,
-            getattr(self.args, "profile", None),
-            clip=bool(self.args.max_grad_norm),
-            steps=self.args.max_steps if self.args.max_steps > 0 else None,
-            codecs=_codecs(self.args),
+            template.micro_batch,
+            getattr(args, "profile", None),
+            getattr(args, "codecs", "lossless"),
         )
-        return chosen.with_(recompute=False)  # the trainer itself recomputes
+        return automatic_plan(
+            self.model,
+            auto,
+            template.with_(recompute=recomputes),
+            args.device,
+            clip=bool(args.max_grad_norm),
+            steps=args.max_steps if args.max_steps > 0 else None,
+        )
 
     def _scale_losses(self) -> None:
         """Multiply losses by a loss scale of thinwire's before their backwards, and divide gradients by it."""
@@ -251,23 +263,6 @@ def generate_gathered(self: Any, *args: Any, **kwargs: Any) -> Any:
         return generate(*args, **kwargs)
 
 
-def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
-    """The plan of a training run.
-
-    Args:
-        plan: A plan, the name of a preset or a plan file.
-        arguments: Arguments of the trainer.
-
-    Raises:
-        SpecError: There is no such preset or file, or the plan computes in another dtype than the arguments ask for.
-    """
-    compute_dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
-    chosen = chosen_plan(plan, launched_mesh(arguments.world_size), compute_dtype)
-    return chosen.with_(
-        micro_batch=arguments.per_device_train_batch_size, micro_batches=arguments.gradient_accumulation_steps
-    )
-
-
 def _refuse(arguments: Any) -> None:
     for name, remedy in _REFUSED.items():
         if value := getattr(arguments, name, None):
@@ -284,15 +279,3 @@ def _check_weights_only(checkpoint: Path) -> None:
                 f"resume_from_checkpoint={str(checkpoint)!r}: {name} was saved without thinwire, and its states cannot "
                 "be loaded into shares; copy the checkpoint without optimizer and scheduler to go on from its weights"
             )
-
-
-def _codecs(args: Any) -> CodecLevel:
-    """How lossy codecs of ``plan="auto"`` may be.
-
-    Raises:
-        UsageError: There is no such level.
-    """
-    level = getattr(args, "codecs", "lossless")
-    if level not in CODEC_LEVELS:
-        raise UsageError(f"codecs={level!r} is no level of compression: {', '.join(CODEC_LEVELS)}")
-    return level

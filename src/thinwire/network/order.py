@@ -183,4 +183,4 @@ def _found_switches(plan: Plan, found: Found) -> list[tuple[str, ...]]:
 
 
 def _unusable(plan: Plan, why: str) -> ThinwireError:
-    return SpecError(f"plan {plan.name or plan.fingerprint()}", f"topology = {plan.topology!r}: {why}")
+    return plan.unsuitable(f"topology = {plan.topology!r}: {why}")

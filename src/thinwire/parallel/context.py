@@ -23,10 +23,7 @@ IGNORED = -100
 
 
 class Context:
-    """The ranks that share sequences.
-
-    Args:
-        group: The ranks, in the order of their parts.
+    """The ranks that share sequences, in the order of their parts.
 
     Attributes:
         ways: Number of these ranks.
@@ -62,14 +59,7 @@ class Context:
         return ids.chunk(self.ways, 1)[self.index].contiguous(), mine, self.ways * counted / (labels != IGNORED).sum()
 
     def gather(self, heads: Tensor) -> Tensor:
-        """Gather keys or values of all tokens.
-
-        Args:
-            heads: This rank's, ``(B, H, T / cp, C)``.
-
-        Returns:
-            ``(B, H, T, C)``.
-        """
+        """Gather keys or values of all tokens, ``(B, H, T, C)``, of this rank's, ``(B, H, T / cp, C)``."""
         return gather_along(heads, 2, self._group)
 
     def positions(self, length: int) -> slice:
@@ -95,12 +85,7 @@ class SharesContext(Protocol):
 
 
 def share_context(model: nn.Module, plan: Plan, group: dist.ProcessGroup) -> Context:
-    """Let a model compute this rank's part of sequences.
-
-    Args:
-        model: The model.
-        plan: Plan with ``cp``.
-        group: The ranks that share sequences.
+    """Let a model compute this rank's part of sequences, which the ranks of a group share.
 
     Raises:
         UsageError: The model cannot.

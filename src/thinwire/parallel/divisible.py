@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import UsageError
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper
 from thinwire.spec import Plan
 from thinwire.spec.plan_parts.pipeline import keeps_busy
@@ -72,12 +72,7 @@ class Divisible(Protocol):
 
 
 def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
-    """Return the model if the plan can split it.
-
-    Args:
-        model: The model.
-        plan: Plan with ``tp`` and ``pp``.
-        stages: Number of stages of the pipeline.
+    """Return the model if the plan can split it, into so many stages of a pipeline.
 
     Raises:
         UsageError: The model cannot be split at all.
@@ -117,7 +112,7 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
             f"pipeline_schedule = 'interleaved' and pp = {plan.pp}; a multiple of pp always is"
         )
     if problems:
-        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+        raise plan.unsuitable(*problems)
     return model
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.collectives.job.torch_groups import exchange_counts, exchange_rows
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import UsageError
 from thinwire.spec import Plan
 
 NAME = "experts"
@@ -61,11 +61,7 @@ class ExpertPart(nn.Module):
 
 
 def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The modules of experts of a model, by name.
-
-    Args:
-        model: A mixture of experts, of thinwire or of ``transformers``.
-        plan: Plan with ``ep``.
+    """The modules of experts of a model of thinwire or of ``transformers``, by name.
 
     Raises:
         UsageError: The model has no experts that can be shared.
@@ -89,10 +85,7 @@ def expert_modules(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     counts = {_number(module) for module in found.values()}
     uneven = sorted(count for count in counts if count % plan.ep)
     if uneven:
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
-            [f"ep = {plan.ep} should divide the model's experts = {count}" for count in uneven],
-        )
+        raise plan.unsuitable(*(f"ep = {plan.ep} should divide the model's experts = {count}" for count in uneven))
     return found
 
 
@@ -109,16 +102,8 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def share_experts(model: nn.Module, experts: Mapping[str, nn.Module], mesh: DeviceMesh) -> ExpertPart:
-    """Take this rank's experts out of a model, in place, and let the model exchange tokens with the others.
-
-    Args:
-        model: The model, equal on every rank.
-        experts: Its modules of experts.
-        mesh: One-dimensional mesh of the ranks that share them.
-
-    Returns:
-        This rank's experts; their parameters are DTensors.
-    """
+    """Take this rank's experts out of a model, in place, and let the model exchange tokens with the other ranks of the
+    one-dimensional mesh. Returns these experts; their parameters are DTensors."""
     for name, module in experts.items():
         parent, _, last = name.rpartition(".")
         holder = model.get_submodule(parent)
@@ -143,13 +128,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Shared:
-    """The forward of a module of experts that ranks share.
-
-    Args:
-        module: The module, with this rank's experts.
-        forward: Its own forward.
-        group: The ranks.
-    """
+    """The forward of a module of experts that ranks share: of this rank's, by the module's own forward."""
 
     def __init__(self, module: nn.Module, forward: Forward, group: dist.ProcessGroup) -> None:
         self._module, self._forward, self._group, self._ways = module, forward, group, group.size()

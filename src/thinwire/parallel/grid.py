@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import intercept
 from thinwire.collectives import group as groups
-from thinwire.errors import SpecError
 from thinwire.spec import Plan
 
 
@@ -45,12 +44,7 @@ class Grid:
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> Grid:
-        """The grid of a plan.
-
-        Args:
-            plan: The plan.
-            rank: This rank.
-            size: Number of ranks of the job.
+        """The grid of a plan, for this rank of a job of ``size`` ranks.
 
         Raises:
             SpecError: The job has another number of ranks than the plan.
@@ -58,12 +52,9 @@ class Grid:
         grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.job_islands, ep=plan.ep, cp=plan.cp)
         if grid.size != size:
             of_islands = "" if plan.job_islands == 1 else f" on each of {plan.job_islands} islands"
-            raise SpecError(
-                f"plan {plan.name or plan.fingerprint()}",
-                [
-                    f"mesh = {plan.mesh} with tp = {plan.tp} and pp = {plan.pp}{of_islands} has {grid.size} ranks, the "
-                    f"job has {size}; start {grid.size} ranks, or change the plan"
-                ],
+            raise plan.unsuitable(
+                f"mesh = {plan.mesh} with tp = {plan.tp} and pp = {plan.pp}{of_islands} has {grid.size} ranks, the job "
+                f"has {size}; start {grid.size} ranks, or change the plan"
             )
         if plan.placement is not None and grid.is_data_parallel:
             return replace(grid, placed=plan.placement.index(rank % grid.dp))

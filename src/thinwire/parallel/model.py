@@ -228,19 +228,11 @@ class ParallelModel:
         copies: bool = True,
         frozen: str | Path | None = None,
     ) -> PendingSave:
-        """Write a checkpoint of the whole model in the background; see :func:`thinwire.async_save`.
+        """Write a checkpoint of the whole model in the background, and return its future; see
+        :func:`thinwire.async_save`.
 
-        Args:
-            optim: See there, as for the others.
-            path: See there.
-            extra: See there.
-            then: What the writing thread of this rank does once the checkpoint is complete.
-            limit: See there.
-            copies: False if the caller waits for the save, so that nothing need be copied.
-            frozen: See there.
-
-        Returns:
-            A future.
+        The writing thread of this rank calls ``then`` once the checkpoint is complete. Nothing is copied without
+        ``copies``, for a caller that waits for the save.
         """
         parts = _trained(self, optim)
         return saving.start_saving(parts, path, extra, then, limit=limit, copies=copies, frozen=frozen)

@@ -22,9 +22,6 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
     torch caches how it shards operations on DTensors, including their mesh, and compares meshes by ranks and names. If
     the axes of two models were equal, the second model would send its activations through the groups of the first, with
     the first one's codecs.
-
-    Args:
-        mesh: Mesh with an axis ``tp``.
     """
     axis = mesh["tp"]
     axis._thread_id = next(_axis_numbers)  # torch compares this field too, to distinguish the meshes of simulated ranks
@@ -33,16 +30,10 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def cast_parts(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Cast this rank's slices of parameters to the compute dtype.
+    """Cast this rank's slices of parameters to the compute dtype. Returns the fp32 values of those that the cast has
+    changed, by name.
 
     A DTensor cannot change its dtype in place as plain parameters can, so it is replaced.
-
-    Args:
-        model: Model whose parameters are DTensors.
-        dtype: Compute dtype.
-
-    Returns:
-        The fp32 values of those slices that the cast has changed, by name.
     """
     masters = {
         name: (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()

@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.errors import SpecError
 from thinwire.program.batches import gather_batches
 from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
@@ -84,10 +83,9 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
     largest = max(others or units, key=lambda unit: unit.nbytes)
     if base + largest.nbytes > plan.live_bytes and others:
         cut = "" if plan.granularity == "module" else ', or cut units with granularity = "module"'
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
+        raise plan.unsuitable(
             f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
-            f"that are always gathered; set live_bytes to at least {base + largest.nbytes}{cut}",
+            f"that are always gathered; set live_bytes to at least {base + largest.nbytes}{cut}"
         )
 
 

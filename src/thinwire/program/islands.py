@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.errors import SpecError
 from thinwire.program.draft import Draft
 from thinwire.program.mesh import Axis, Kind
 from thinwire.program.shares import padded
@@ -67,10 +66,9 @@ def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tup
     trained = [number for number, unit in enumerate(units) if unit.trainable]
     fragments = 1 if plan.islands is None else plan.islands.fragments
     if fragments > max(1, len(trained)):
-        raise SpecError(
-            f"plan {plan.name or plan.fingerprint()}",
+        raise plan.unsuitable(
             f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
-            f"at most {len(trained)}",
+            f"at most {len(trained)}"
         )
     return tuple(trained[fragment::fragments])
 

@@ -276,13 +276,13 @@ def _memory(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     scale, unit = byte_scale(max(numbers["memory"].values()))
     for kind, points in over_time.items():
         scaled = thinned([(x, y / scale) for x, y in points])
-        left.plot(*columns_of(scaled), color=_memory_hue(kind), label=_memory_label(kind))
+        left.plot(*columns_of(scaled), color=light(_MEMORY[kind][1]), label=_MEMORY[kind][0])
     left.set_ylim(bottom=0)
     dress(left, "step", unit)
     add_legend(left)
     if right is not None:
         _draw_memory_by_rank(right, by_rank, scale)
-    highest = ", ".join(f"{_memory_label(kind)} {format_bytes(most)}" for kind, most in numbers["memory"].items())
+    highest = ", ".join(f"{_MEMORY[kind][0]} {format_bytes(most)}" for kind, most in numbers["memory"].items())
     if by_rank:
         meaning = "Left: the rank that uses most, over steps. Right: the most that each rank was seen to use."
     else:
@@ -297,20 +297,12 @@ def _draw_memory_by_rank(axes: Axes, by_rank: Mapping[str, Sequence[float]], sca
     width = 0.8 / len(by_rank)
     for number, (kind, amounts) in enumerate(by_rank.items()):
         places = [rank + (number - (len(by_rank) - 1) / 2) * width for rank in range(len(amounts))]
-        axes.bar(places, [amount / scale for amount in amounts], width, color=_memory_hue(kind), alpha=0.75)
+        axes.bar(places, [amount / scale for amount in amounts], width, color=light(_MEMORY[kind][1]), alpha=0.75)
     dress(axes, "rank", "")
     locator = axes.xaxis.get_major_locator()
     assert isinstance(locator, MaxNLocator)
     locator.set_params(integer=True)
     axes.grid(visible=False, axis="x")
-
-
-def _memory_label(kind: str) -> str:
-    return _MEMORY[kind][0]
-
-
-def _memory_hue(kind: str) -> str:
-    return light(_MEMORY[kind][1])
 
 
 def _prediction(comparison: RunComparison | None) -> Chart | None:

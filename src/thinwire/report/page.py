@@ -133,24 +133,23 @@ def slug(name: str) -> str:
 
 def final_sheet(numbers: Sequence[Mapping[str, Any]]) -> Sheet:
     """Final figures, a row for each run."""
-    columns = ["run", "status", "steps", "val loss", "train loss", "tokens/s", "step", "MFU", "exposed", "across nodes"]
-    rows = [
-        [
-            of_run["name"],
-            of_run["status"],
-            f"{of_run['steps']:,}",
-            _number(of_run["final_val_loss"], ".4f"),
-            _number(of_run["final_train_loss"], ".4f"),
-            _number(of_run["tokens_per_second"], ",.0f"),
-            _duration(of_run["step_seconds"]),
-            _percent(of_run["mfu"]),
-            _percent(of_run["exposed_share"]),
-            format_bytes(_across(of_run)),
-            format_bytes(max(of_run["memory"].values(), default=0)),
-        ]
-        for of_run in numbers
-    ]
-    return Sheet("Final figures", [*columns, "memory"], 2, rows)
+    rows = [[run["name"], run["status"], f"{run['steps']:,}", *_shown(run).values()] for run in numbers]
+    columns = ["val loss", "train loss", "tokens/s", "step", "MFU", "exposed", "across nodes", "memory"]
+    return Sheet("Final figures", ["run", "status", "steps", *columns], 2, rows)
+
+
+def _shown(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """The final figures of a run as text, by column."""
+    return {
+        "val loss": _number(numbers["final_val_loss"], ".4f"),
+        "train loss": _number(numbers["final_train_loss"], ".4f"),
+        "tokens/s": _number(numbers["tokens_per_second"], ",.0f"),
+        "step": _duration(numbers["step_seconds"]),
+        "MFU": _percent(numbers["mfu"]),
+        "exposed": _percent(numbers["exposed_share"]),
+        "across nodes": format_bytes(_across(numbers)),
+        "memory": format_bytes(max(numbers["memory"].values(), default=0)),
+    }
 
 
 # -- words -----------------------------------------------------------------------------------------------------
@@ -203,17 +202,17 @@ def _place(run: RunRecord) -> str:
 
 def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, figure and meaning of each tile; a figure that the run lacks is left out."""
-    world, across = run.plan.ranks, _across(numbers)
+    shown, across = _shown(numbers), _across(numbers) / run.plan.ranks
     best = f"best {numbers['best_val_loss']:.4f} at step {numbers['best_val_step']}" if numbers["best_val_step"] else ""
     tiles = [
-        ("validation loss", _number(numbers["final_val_loss"], ".4f"), best),
-        ("training loss", _number(numbers["final_train_loss"], ".4f"), f"after {numbers['steps']:,} steps"),
-        ("throughput", _number(numbers["tokens_per_second"], ",.0f"), "tokens/s, mean"),
-        ("time of a step", _duration(numbers["step_seconds"]), "mean"),
-        ("MFU", _percent(numbers["mfu"]), "mean"),
-        ("exposed communication", _percent(numbers["exposed_share"]), "of a step"),
-        ("across nodes", format_bytes(across / world), "per rank and step"),
-        ("memory", format_bytes(max(numbers["memory"].values(), default=0)), "of the rank that uses most"),
+        ("validation loss", shown["val loss"], best),
+        ("training loss", shown["train loss"], f"after {numbers['steps']:,} steps"),
+        ("throughput", shown["tokens/s"], "tokens/s, mean"),
+        ("time of a step", shown["step"], "mean"),
+        ("MFU", shown["MFU"], "mean"),
+        ("exposed communication", shown["exposed"], "of a step"),
+        ("across nodes", format_bytes(across), "per rank and step"),
+        ("memory", shown["memory"], "of the rank that uses most"),
         ("tokens", f"{numbers['tokens'] or 0:,}", "taken in all"),
     ]
     return [(name, value, note) for name, value, note in tiles if value != "-"] if run.records else []

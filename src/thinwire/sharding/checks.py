@@ -90,7 +90,7 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = 
         except SpecError as error:
             problems += [f"placement = {list(plan.placement)}: {problem}" for problem in error.problems]
     if problems:
-        raise _unsuitable(plan, problems)
+        raise plan.unsuitable(*problems)
 
 
 def place_on(device: torch.device | None, model: nn.Module, values: InitialValues) -> str:
@@ -312,11 +312,11 @@ def check_patterns(plan: Plan, modules: Sequence[UnitModules]) -> None:
     if idle := [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]:
         example = next((name for name in sorted(names) if name), "")
         problem = "units: match = {!r} matches no unit; names look like {!r}"
-        raise _unsuitable(plan, [problem.format(match, example) for match in idle])
+        raise plan.unsuitable(*(problem.format(match, example) for match in idle))
     parameters = [name for unit in modules for name, _ in unit.parameters]
     if idle := [pattern for pattern in plan.wire.exclude if not fnmatch.filter(parameters, pattern)]:
         problem = "wire.exclude: {!r} matches no parameter; names look like {!r}"
-        raise _unsuitable(plan, [problem.format(pattern, parameters[0]) for pattern in idle])
+        raise plan.unsuitable(*(problem.format(pattern, parameters[0]) for pattern in idle))
 
 
 def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitModules]) -> None:
@@ -329,11 +329,7 @@ def check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitMo
             f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
             f"own, with granularity = {plan.granularity!r}; {finer}set overlap.input_gradient = false"
         )
-        raise _unsuitable(plan, [problem])
-
-
-def _unsuitable(plan: Plan, problems: Sequence[str]) -> SpecError:
-    return SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+        raise plan.unsuitable(problem)
 
 
 def is_lone_linear(unit: UnitModules) -> bool:

@@ -381,6 +381,10 @@ class Plan(Spec):
         """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
         return self._fingerprint(exclude=("name",))
 
+    def unsuitable(self, *problems: str) -> SpecError:
+        """An error about what does not suit this plan."""
+        return SpecError(f"plan {self.name or self.fingerprint()}", problems)
+
     def describe(self) -> str:
         """One line for people."""
         factors = f"P {self.params}, G {self.grads}, OS {self.optimizer} ({self.partition})"

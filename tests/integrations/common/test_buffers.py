@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,12 @@ transformers = pytest.importorskip("transformers")
 from tests.support.frameworks.accelerate import job  # noqa: E402
 from tests.support.frameworks.fabric import fabric_of  # noqa: E402
 from tests.support.frameworks.lightning import Blocks, loader, trainer  # noqa: E402
-from tests.support.frameworks.transformers import arguments  # noqa: E402
+from tests.support.frameworks.transformers import arguments, over  # noqa: E402
 
 from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
 from thinwire.integrations.common.buffers import SharedBuffers  # noqa: E402
 from thinwire.integrations.fabric import ThinwireFabricStrategy  # noqa: E402
 from thinwire.integrations.lightning import ThinwireStrategy  # noqa: E402
-from thinwire.integrations.transformers import ThinwireTrainer  # noqa: E402
 
 STEPS = 6
 
@@ -121,8 +119,7 @@ def by_the_trainer(plan: str | None, folder: Path, shares: bool) -> list[float]:
     torch.manual_seed(1)
     rows = [{"x": row, "labels": 0} for row in torch.randn(4 * STEPS, 4)]
     settings = arguments(folder, transformers.TrainingArguments, max_steps=STEPS, ddp_broadcast_buffers=shares)
-    own: Any = transformers.Trainer if plan is None else functools.partial(ThinwireTrainer, plan=plan)
-    run = own(Net(), settings, train_dataset=rows)
+    run = over(plan)(Net(), settings, train_dataset=rows)
     run.train()
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 

@@ -16,7 +16,6 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import CheckpointError
-from thinwire.testing import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -58,17 +57,12 @@ def test_files_equal_those_of_one_process(family: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
 
 
-def of_adapters(folder: Path, safe: bool) -> None:
-    import peft
-
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    save_beside(folder, peft.get_peft_model(build(), config), safe_serialization=safe, save_embedding_layers=False)
-
-
 @pytest.mark.parametrize("safe", [True, False])
+@on_ranks(2)
 def test_adapters_equal_those_of_one_process(safe: bool, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run_ranks(2, of_adapters, tmp_path, safe)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    save_beside(tmp_path, peft.get_peft_model(build(), config), safe_serialization=safe, save_embedding_layers=False)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,19 @@ from tests.support.loss_law import LAW, job
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cli.planning.islands import faster, sentences
+from thinwire.cli.planning.answer import Answer
+from thinwire.cli.planning.islands import add_islands
 from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
-from thinwire.plan import LossLaw, candidate, island_plans, parse_budget, search
+from thinwire.plan import IslandPlan, LossLaw, TrainingJob, candidate, island_plans, parse_budget, search
 from thinwire.spec import ClusterSpec
 from thinwire.spec.plan_parts.islands import Islands
+
+
+def answered(asked: TrainingJob, plans: Sequence[IslandPlan]) -> dict[str, Any]:
+    """What the command answers about plans with islands."""
+    _, facts = add_islands(asked, plans, search(asked, top=1).candidates[0], LAW, 0.8, Answer())
+    return facts
 
 
 def test_the_law_is_what_its_docstring_says() -> None:
@@ -73,8 +81,7 @@ def test_elastic_islands_are_priced_like_others_and_have_no_delay() -> None:
         assert plan.islands == other.islands.with_(elastic=True)
         assert plan.candidate.plan.with_(islands={"elastic": False}) == other.candidate.plan
         assert plan.candidate.seconds == other.candidate.seconds
-    best = search(slow, top=1).candidates[0]
-    assert "Each island is a job of its own" in " ".join(sentences(slow, plans, best, LAW))
+    assert "Each island is a job of its own" in " ".join(answered(slow, plans)["notes"])
     with pytest.raises(SpecError, match=r"\(exact\); raise the budget"):
         island_plans(slow, 0.01, LAW, elastic=True)
 
@@ -99,10 +106,9 @@ def test_a_larger_budget_never_takes_longer() -> None:
 def test_islands_win_on_slow_links_only() -> None:
     for gbps, wins in ((0.05, True), (1600.0, False)):
         asked = job(gbps=gbps)
-        best = search(asked, top=1).candidates[0]
-        plans = island_plans(asked, 0.8, LAW)
-        assert (faster(asked, plans, best) is not None) == wins, gbps
-        said = " ".join(sentences(asked, plans, best, LAW))
+        answer = answered(asked, island_plans(asked, 0.8, LAW))
+        assert answer["faster"] == wins, gbps
+        said = " ".join(answer["notes"])
         assert "Islands change what is trained" in said
         assert "are a fit to a study with 100,000 parameters" in said
         assert ("do not use them here" in said) != wins

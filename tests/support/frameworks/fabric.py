@@ -11,9 +11,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import nn
 
-import thinwire as tw
-import thinwire.integrations.fabric  # registers the strategies by name
-from thinwire.errors import UsageError
+import thinwire.integrations.fabric  # noqa: F401 - registers the strategies by name
 
 WIDTH, BATCH, STEPS = 16, 8, 20
 
@@ -52,13 +50,6 @@ def parts(fabric: Fabric) -> tuple[Any, Any, Any]:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     made, over_shares = fabric.setup(model, optimizer)
     return made, over_shares, schedule
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    try:
-        return tw.full_state_dict(model)
-    except UsageError:
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def micro_batches(fabric: Fabric, accumulate: int, steps: range) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

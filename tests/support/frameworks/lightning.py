@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
-from thinwire.errors import UsageError
 from thinwire.integrations.lightning import ThinwireStrategy
 
 STEPS, GLOBAL_BATCH, WIDTH = 20, 8, 16
@@ -73,6 +72,13 @@ class Blocks(pl.LightningModule):
         self.rates.append([group["lr"] for group in self.optimizers().param_groups][1])
 
 
+class Plain(Blocks):
+    """Leaves clipping to the trainer."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        self.clip_gradients(optimizer, **options)
+
+
 def loader(world: int, steps: int, accumulate: int = 1) -> DataLoader[Any]:
     torch.manual_seed(1)
     count = steps * GLOBAL_BATCH * accumulate
@@ -92,11 +98,3 @@ def trainer(world: int, strategy: Any, folder: str, **options: Any) -> pl.Traine
     }
     options = {"enable_checkpointing": False, "max_epochs": 1, "use_distributed_sampler": True} | quiet | options
     return pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, default_root_dir=folder, **options)
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    try:
-        return tw.full_state_dict(model)
-    except UsageError:
-        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in
-                model.state_dict().items()}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+
+from tests.support.frameworks.stateful import weights  # noqa: E402
+
+from thinwire.integrations.transformers import ThinwireTrainer, ThinwireTrainerMixin  # noqa: E402
 
 STEPS = 20
 
@@ -45,12 +50,24 @@ def build() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def over(plan: str | None, kind: type = transformers.Trainer) -> Any:
+    """A trainer's class: itself, with its own DDP, or over a plan."""
+    if plan is None:
+        return kind
+    made = ThinwireTrainer if kind is transformers.Trainer else type("Mine", (ThinwireTrainerMixin, kind), {})
+    return functools.partial(made, plan=plan)
+
+
 @dataclass
 class Results:
     """What a run has logged, and the weights at its end."""
 
     logs: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, trainer: Any) -> Results:
+        return cls(trainer.state.log_history, weights(trainer.model))
 
 
 def arguments(directory: Path, kind: type, **options: Any) -> Any:
@@ -67,8 +84,7 @@ def assert_alike(got: Results, want: Results) -> None:
         assert one.keys() == other.keys()
         for key in one.keys() & {"loss", "grad_norm", "learning_rate", "eval_loss"}:
             assert math.isclose(one[key], other[key], rel_tol=2e-4), (key, one, other)
-    for name, value in want.weights.items():
-        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got.weights, want.weights, rtol=1e-4, atol=1e-5)
 
 
 def tokenizer_of(text: str) -> Any:

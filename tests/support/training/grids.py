@@ -38,13 +38,31 @@ def plan_for(dp: int, tp: int, pp: int, **fields: Any) -> tw.Plan:
     return tw.Plan.preset("zero1", nodes=1, local=dp, tp=tp, pp=pp, **changes)
 
 
-def batches(plan: tw.Plan, rank: int, sequences: int = 2) -> list[list[Batch]]:
-    """This data-parallel rank's micro-batches of every step; the same samples on any grid of as many micro-batches."""
+def batches(plan: tw.Plan, rank: int | None, sequences: int = 2) -> list[list[Batch]]:
+    """Micro-batches of every step, of one of the ranks with data of their own or of all; the same samples on any grid
+    of as many micro-batches."""
     generator = torch.Generator().manual_seed(3)
-    shape = (STEPS, plan.micro_batches * plan.world, sequences, LENGTH + 1)
+    shape = (STEPS, plan.micro_batches * plan.samplers, sequences, LENGTH + 1)
     tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
-    own = tokens[:, rank :: plan.world]
+    own = tokens if rank is None else tokens[:, rank :: plan.samplers]
     return [[Batch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in step] for step in own]
+
+
+def alone(model: nn.Module, plan: tw.Plan) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One process on the samples of all ranks: losses, norms, parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    losses, norms = [], []
+    for step in batches(plan, None):
+        total = 0.0
+        for batch in step:
+            loss = model(batch.input_ids, batch.labels).loss / len(step)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def start(kind: Kind, plan: tw.Plan, **options: Any) -> tuple[ParallelModel, ParallelOptimizer]:

@@ -44,9 +44,8 @@ def doctor(
         from thinwire.cli.checking.interfaces import interfaces, network_checks, rdma_devices
 
         torch, network, devices = torch_check(), interfaces(), rdma_devices()
-        checks, described = [torch], _without_torch()
+        checks, described = [torch], _described(has_torch=not torch.fatal)
         if not torch.fatal:
-            described = examine()
             checks += hardware_checks()
         checks += network_checks(network, devices, has_gpu=bool(described["devices"]))
         checks += system_checks(has_rdma=bool(devices))
@@ -64,35 +63,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine() -> dict[str, Any]:
+def _described(*, has_torch: bool) -> dict[str, Any]:
     """Findings about the machine by name, as plain values."""
-    import torch
-    import torch.distributed as dist
-
-    from thinwire.train.environment import fast_dtype
-
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = [
-        {
-            "name": torch.cuda.get_device_name(index),
-            "memory": torch.cuda.get_device_properties(index).total_memory,
-        }
-        for index in range(num_gpus)
-    ]
-    return _without_torch() | {
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "devices": devices,
-        "fast_dtype": fast_dtype(num_gpus),
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if num_gpus and dist.is_nccl_available() else None,
-    }
-
-
-def _without_torch() -> dict[str, Any]:
-    """What is known about a machine on which torch does not work."""
     from thinwire.train.environment import versions
 
-    return {
+    found: dict[str, Any] = {
         "versions": versions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory": _memory(),
@@ -101,6 +76,25 @@ def _without_torch() -> dict[str, Any]:
         "fast_dtype": None,
         "gloo": False,
         "nccl": None,
+    }
+    if not has_torch:
+        return found
+    import torch
+    import torch.distributed as dist
+
+    from thinwire.train.environment import fast_dtype
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [
+        {"name": torch.cuda.get_device_name(index), "memory": torch.cuda.get_device_properties(index).total_memory}
+        for index in range(num_gpus)
+    ]
+    return found | {
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "devices": devices,
+        "fast_dtype": fast_dtype(num_gpus),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if num_gpus and dist.is_nccl_available() else None,
     }
 
 

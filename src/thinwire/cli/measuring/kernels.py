@@ -12,7 +12,7 @@ import typer
 
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import check_writable, explained
-from thinwire.cli.terminal.options import expand_options
+from thinwire.cli.terminal.options import Device, expand_options
 from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_duration, parse_duration
 
@@ -37,9 +37,7 @@ class KernelOptions:
     seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of the smallest micro-batch.")] = 1
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Compute dtype.")] = "bfloat16"
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if available.")] = (
-        "auto"
-    )
+    device: Device = "auto"
     budget: Annotated[str, typer.Option(metavar="TIME", help="Approximate duration.")] = "60s"
     as_json: Annotated[bool, typer.Option("--json", help="Print the times to stdout.")] = False
 

@@ -12,7 +12,7 @@ import typer
 
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import expand_options
+from thinwire.cli.terminal.options import Device, Nodes, expand_options
 from thinwire.errors import UsageError
 from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_bytes, format_duration, parse_duration
@@ -41,12 +41,8 @@ class ProfileOptions:
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Compute dtype of the blocks.")] = (
         "bfloat16"
     )
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if it is available.")
-    ] = "auto"
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.")
-    ] = None
+    device: Device = "auto"
+    nodes: Nodes = None
     library: Annotated[
         bool,
         typer.Option(

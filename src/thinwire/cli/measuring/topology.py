@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.agreement import Typed
 from thinwire.cli.terminal.console import wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.options import expand_options
+from thinwire.cli.terminal.options import Device, Nodes, expand_options
 from thinwire.errors import UsageError
 from thinwire.report import Sheet, print_sheet
 
@@ -32,12 +32,8 @@ class TopologyOptions:
     out: Annotated[
         Path, typer.Argument(metavar="HOSTS", help="File to write: a line for each host, its name and its leaf.")
     ]
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.")
-    ] = None
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if available.")] = (
-        "auto"
-    )
+    nodes: Nodes = None
+    device: Device = "auto"
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw all pairs of hosts.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the leaves to stdout.")] = False
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.planning.answer import File
-from thinwire.cli.planning.tables import introduce, row_json
+from thinwire.cli.planning.tables import factors_and_batch, introduce, row_json
 from thinwire.report import Sheet
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, e
     import thinwire.plan as planner
 
     plans = planner.amsp_search(job, top=top)
-    rows = [row for number, row in enumerate(plans) if number < top or row.label]
+    rows = {number: row for number, row in enumerate(plans, start=1) if number <= top or row.label}
     introduce(job, answer)
     columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
-    cells = [_cells(plans.index(row) + 1, row) for row in rows]
+    cells = [_cells(number, row) for number, row in rows.items()]
     answer.show(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     flips: list[str] = []
     both = None
@@ -35,13 +35,12 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, e
         answer.show("when the paper's plan (amsp-paper) is the optimum:")
         for flip in flips or ["under nothing that was tried"]:
             answer.show(f"  {flip}")
-    if out is not None and rows and rows[0].fits:
-        answer.files.append(File("--out", out, rows[0].plan.save, f"wrote the first plan to {out}"))
-    simulated = [(row, planner.price_plan(job, row.plan, row.label)) for row in rows]
+    if out is not None and plans and plans[0].fits:
+        answer.files.append(File("--out", out, plans[0].plan.save, f"wrote the first plan to {out}"))
     answer.facts = {
         "plans": [
             {
-                **row_json(job, plans.index(row) + 1, overlapped),
+                **row_json(job, number, planner.price_plan(job, row.plan, row.label)),
                 "objective_seconds": row.objective,
                 "times": {
                     "params": row.times.params,
@@ -53,20 +52,17 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, answer: Answer, *, e
                 "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
                 "fits": row.fits,
             }
-            for row, overlapped in simulated
+            for number, row in rows.items()
         ],
         "explain": {"amsp_paper_is_chosen_with": flips, "objectives": objectives_json(job, both)},
     }
 
 
 def _cells(number: int, row: AmspPlan) -> list[str]:
-    chosen, times = row.plan, row.times
+    times = row.times
     return [
         f"{number} {row.label or ''}".strip(),
-        str(chosen.params),
-        str(chosen.grads),
-        str(chosen.optimizer),
-        f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        *factors_and_batch(row.plan),
         *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
         f"{row.objective:.3f}",
         f"{row.memory.total / _GIB:.1f}",
@@ -108,16 +104,11 @@ def objectives_json(job: TrainingJob, both: BothObjectives | None) -> dict[str, 
 
 
 def _cells_of_both(name: str, row: UnderBoth) -> list[str]:
-    plan, step = row.plan, row.step
-    terms = (*row.summed.terms.values(), row.summed.objective)
-    times = (*terms, row.transferring, row.waiting, step.seconds)
+    times = (*row.summed.terms.values(), row.summed.objective, row.transferring, row.waiting, row.step.seconds)
     return [
         name,
-        str(plan.params),
-        str(plan.grads),
-        str(plan.optimizer),
-        f"{plan.micro_batch} x {plan.micro_batches}{' recompute' if plan.recompute else ''}",
+        *factors_and_batch(row.plan),
         *(f"{seconds:.3f}" for seconds in times),
         f"{row.summed.memory.total / _GIB:.1f}",
-        f"{step.memory.total / _GIB:.1f}",
+        f"{row.step.memory.total / _GIB:.1f}",
     ]

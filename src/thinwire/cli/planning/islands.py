@@ -11,29 +11,38 @@ from thinwire.report import Sheet
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import IslandPlan, LossLaw, PricedPlan, TrainingJob
+    from thinwire.spec import Plan
 
 
-def faster(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan) -> IslandPlan | None:
-    """The fastest plan with islands, if it gains more than a tie on the best one without."""
-    first = next(iter(plans), None)
-    return first if first is not None and first.candidate.seconds * (1 + job.tie) < best.seconds else None
-
-
-def show_islands(
+def add_islands(
     job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float, answer: Answer
-) -> None:
-    """Add plans with islands, what they change, and where their losses come from."""
+) -> tuple[Plan, dict[str, Any]]:
+    """Add plans with islands, what they change, and where their losses come from.
+
+    Returns:
+        The plan to write: the fastest with islands, if it gains more than a tie on the best one without, else that one.
+        And what ``--json`` prints.
+    """
+    first = next(iter(plans), None)
+    faster = first is not None and first.candidate.seconds * (1 + job.tie) < best.seconds
     columns = [
         "islands", "each", "every", "fragments", "delay", "exchange", "loss, by the fit", "step s", "of the first plan",
         "GiB",
     ]  # fmt: skip
     title = f"Plans with islands whose loss may end up to {budget:g}% higher"
     answer.show(Sheet(title, columns, 6, [_cells(plan, best, law) for plan in plans]))
-    for sentence in sentences(job, plans, best, law):
+    notes = _notes(job, plans, law, faster=faster)
+    for sentence in notes:
         answer.show(sentence)
+    rows = [
+        {**row_json(job, number, plan.candidate), "way": plan.way.name, "loss_percent": plan.percent}
+        for number, plan in enumerate(plans, start=1)
+    ]
+    facts = {"budget_percent": budget, "faster": faster, "plans": rows, "law": law.to_dict(), "notes": notes}
+    return first.candidate.plan if first is not None and faster else best.plan, facts
 
 
-def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw) -> list[str]:
+def _notes(job: TrainingJob, plans: Sequence[IslandPlan], law: LossLaw, *, faster: bool) -> list[str]:
     """What a reader has to know before trusting the table."""
     made = [
         "Islands change what is trained: between two exchanges, each follows its own gradients. All other plans "
@@ -45,7 +54,7 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, l
     ]
     if not plans:
         return [*made, "No plan with islands fits into memory."]
-    if faster(job, plans, best) is None:
+    if not faster:
         return [*made, "No plan with islands is faster than the first plan: do not use them here."]
     if plans[0].islands.elastic:
         made.append(
@@ -55,23 +64,6 @@ def sentences(job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, l
     if plans[0].islands.every == law.every[1]:
         made.append(f"The study ends at every = {law.every[1]}, so rarer exchanges are not tried.")
     return made
-
-
-def islands_json(
-    job: TrainingJob, plans: Sequence[IslandPlan], best: PricedPlan, law: LossLaw, budget: float
-) -> dict[str, Any]:
-    chosen = faster(job, plans, best)
-    rows = [
-        {**row_json(job, number, plan.candidate), "way": plan.way.name, "loss_percent": plan.percent}
-        for number, plan in enumerate(plans, start=1)
-    ]
-    return {
-        "budget_percent": budget,
-        "faster": chosen is not None,
-        "plans": rows,
-        "law": law.to_dict(),
-        "notes": sentences(job, plans, best, law),
-    }
 
 
 def _cells(plan: IslandPlan, best: PricedPlan, law: LossLaw) -> list[str]:

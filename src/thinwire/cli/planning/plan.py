@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +13,6 @@ import typer
 
 from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectives
 from thinwire.cli.planning.answer import Answer, File, give
-from thinwire.cli.planning.compare import compare_run
 from thinwire.cli.planning.emit import emit
 from thinwire.cli.planning.job import FORMER_OPTIONS, cluster_of, cluster_settings, ways_of
 from thinwire.cli.planning.rent import counts_of, show_rentals, show_sweep
@@ -25,12 +25,14 @@ from thinwire.cli.planning.tables import (
     search_line,
     show_explanation,
 )
-from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.console import say, wide_console
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
 from thinwire.garbage import uncollected
+from thinwire.report import print_sheet
+from thinwire.report.sheet import prediction_sheet
 from thinwire.units import format_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def plan(options: PlanOptions) -> None:
     with explained(as_json=options.as_json), uncollected():
         _check(options)
         if options.compare is not None:
-            compare_run(options.compare, options.profile, options.refit, as_json=options.as_json)
+            _compare(options.compare, options)
             return
         console = wide_console(as_json=options.as_json)
         with console.status("searching"):
@@ -175,6 +177,28 @@ def _check_emission(options: PlanOptions) -> None:
         raise UsageError(f"--emit-to {path} needs --emit FRAMEWORK: one of {', '.join(FRAMEWORKS)}")
     if framework is not None and (options.sweep is not None or options.objective != "time"):
         raise UsageError(f"--emit {framework} takes the plan of one cluster by --objective time; leave the others out")
+
+
+def _compare(run: Path, options: PlanOptions) -> None:
+    """Show a run and its prediction, and write a profile that is fitted to the run if ``--refit`` names a file."""
+    import thinwire.plan as planner
+    from thinwire.spec.profile import Profile
+
+    profile = options.profile or run / "profile.json"
+    if options.profile is None and not profile.is_file():
+        raise UsageError("--compare needs the --profile of the cluster on which the run was made")
+    measured = Profile.read(profile)
+    comparison = planner.compare(run, measured)
+    console = wide_console(as_json=options.as_json)
+    print_sheet(console, prediction_sheet(comparison, f"Predicted and measured, {comparison.of_what}"))
+    if options.refit is not None:
+        fitted = planner.refit(run, measured)
+        fitted.profile.write(options.refit)
+        changes = ", ".join(f"{name} x {factor:.2f}" for name, factor in fitted.factors.items())
+        changes = changes or "no other computation, transfers or codecs fit it better"
+        say(console, f"wrote a profile that fits the run to {options.refit}: {changes}")
+    if options.as_json:
+        print(json.dumps({"steps": comparison.steps, "quantities": list(map(asdict, comparison.quantities))}))
 
 
 def _answered(options: PlanOptions) -> Answer:
@@ -348,13 +372,11 @@ def _with_islands(
 ) -> tuple[Plan, dict[str, Any]]:
     """Add plans with islands within the budget; the plan to write, and what ``--json`` prints."""
     import thinwire.plan as planner
-    from thinwire.cli.planning.islands import faster, islands_json, show_islands
+    from thinwire.cli.planning.islands import add_islands
 
-    budget, law, best = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known(), searched.candidates[0]
+    budget, law = planner.parse_budget(options.loss_budget or ""), planner.LossLaw.known()
     plans = planner.island_plans(job, budget, law, searched.simulations, elastic=options.elastic_islands)
-    show_islands(job, plans, best, law, budget, answer)
-    chosen = faster(job, plans, best)
-    return best.plan if chosen is None else chosen.candidate.plan, islands_json(job, plans, best, law, budget)
+    return add_islands(job, plans, searched.candidates[0], law, budget, answer)
 
 
 def _infeasible(job: TrainingJob, rows: Sequence[PricedPlan], answer: Answer) -> dict[str, Any]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Rental, SweptNodes, TrainingJob
 
+    _Found = tuple[SweptNodes, Rental]
+
 _MOST_COUNTS = 4096
 """Numbers of nodes that one sweep may have."""
 
@@ -46,22 +48,23 @@ def show_sweep(
     job: TrainingJob, rows: Sequence[SweptNodes], plot: Path | None, answer: Answer, *, by_cost: bool
 ) -> dict[str, Any]:
     """Add the best plan for every number of nodes or selection of groups, and return it as ``--json`` prints it."""
-    best = _best(rows, by_cost=by_cost)
+    found = [(row, row.rental) for row in rows if row.rental is not None]
+    best = _best(found, by_cost=by_cost)
     columns = ["", "nodes", "GPUs", "plan", "step s", "tokens/s", "scaling", "goodput", "checkpoint every", "market",
                "per hour", "per 10^9 tokens"]  # fmt: skip
-    cells = [_cells(row, rows, marked=row is best) for row in rows]
+    cells = [_cells(row, found, marked=best is not None and row is best[0]) for row in rows]
     answer.show(Sheet("The best plan for each, failures included", columns, 4, cells))
     for row in rows:
         if row.rental is None:
             answer.show(f"{_name(row)}: {row.reason}")
     answer.show(_verdict(best, "cheapest" if by_cost else "fastest"))
-    if not by_cost and best is not None and _rental(best).per_billion is not None:
-        answer.show(_verdict(_best(rows, by_cost=True), "cheapest"))
+    if not by_cost and best is not None and best[1].per_billion is not None:
+        answer.show(_verdict(_best(found, by_cost=True), "cheapest"))
     if plot is not None:
-        answer.files.append(File("--plot", plot, lambda path: _draw(path, job, rows), f"drew {plot}"))
+        answer.files.append(File("--plot", plot, lambda path: _draw(path, job, found), f"drew {plot}"))
     return {
         "sweep": [_row_json(row) for row in rows],
-        "best": None if best is None else {"nodes": best.nodes, "label": best.label},
+        "best": None if best is None else {"nodes": best[0].nodes, "label": best[0].label},
         "objective": "cost" if by_cost else "time",
         "plans": [],
     }
@@ -107,21 +110,14 @@ def _goodput_text(option: Rental) -> str:
     return f"goodput {share.share:.1%}, with a checkpoint every {every} and a failure every {between}"
 
 
-def _best(rows: Sequence[SweptNodes], *, by_cost: bool) -> SweptNodes | None:
-    found = [row for row in rows if row.rental is not None]
+def _best(found: Sequence[_Found], *, by_cost: bool) -> _Found | None:
     if by_cost:
-        return min(found, key=lambda row: _price(row), default=None)
-    return max(found, key=lambda row: _rental(row).tokens_per_second, default=None)
+        return min(found, key=lambda pair: _price(pair[1]), default=None)
+    return max(found, key=lambda pair: pair[1].tokens_per_second, default=None)
 
 
-def _rental(row: SweptNodes) -> Rental:
-    assert row.rental is not None
-    return row.rental
-
-
-def _price(row: SweptNodes) -> float:
-    price = _rental(row).per_billion
-    return math.inf if price is None else price
+def _price(rental: Rental) -> float:
+    return math.inf if rental.per_billion is None else rental.per_billion
 
 
 def _name(row: SweptNodes) -> str:
@@ -129,7 +125,7 @@ def _name(row: SweptNodes) -> str:
     return f"{nodes} ({row.label})" if row.label else nodes
 
 
-def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list[str]:
+def _cells(row: SweptNodes, found: Sequence[_Found], *, marked: bool) -> list[str]:
     from thinwire.plan import summary
 
     gpus = "" if row.job is None else f"{row.job.cluster.gpus}"
@@ -138,8 +134,8 @@ def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list
         return [*first, "none", *[""] * 8]
     rental = row.rental
     offer, share = rental.offer, rental.offer.goodput
-    smallest = next(other for other in rows if other.rental is not None)
-    scaling = rental.tokens_per_second / _rental(smallest).tokens_per_second * smallest.nodes / row.nodes
+    smallest, of_smallest = found[0]
+    scaling = rental.tokens_per_second / of_smallest.tokens_per_second * smallest.nodes / row.nodes
     return [
         *first,
         summary(rental.candidate.plan),
@@ -154,12 +150,12 @@ def _cells(row: SweptNodes, rows: Sequence[SweptNodes], *, marked: bool) -> list
     ]
 
 
-def _verdict(best: SweptNodes | None, what: str) -> str:
+def _verdict(best: _Found | None, what: str) -> str:
     if best is None:
         return "nothing fits and makes progress on any of them"
-    price = _rental(best).per_billion
-    priced = "" if price is None else f" and {price:,.2f} for 10^9 tokens"
-    return f"{what}: {_name(best)}, with {_rental(best).tokens_per_second:,.0f} tokens/s{priced}"
+    row, rental = best
+    priced = "" if rental.per_billion is None else f" and {rental.per_billion:,.2f} for 10^9 tokens"
+    return f"{what}: {_name(row)}, with {rental.tokens_per_second:,.0f} tokens/s{priced}"
 
 
 def _row_json(row: SweptNodes) -> dict[str, Any]:
@@ -176,14 +172,14 @@ def _row_json(row: SweptNodes) -> dict[str, Any]:
     }
 
 
-def _draw(path: Path, job: TrainingJob, rows: Sequence[SweptNodes]) -> None:
-    found = [row for row in rows if row.rental is not None]
+def _draw(path: Path, job: TrainingJob, found: Sequence[_Found]) -> None:
+    rentals = [rental for _, rental in found]
     lines = {
-        "seconds of a step": [_rental(row).candidate.seconds for row in found],
-        "tokens/s, failures included": [_rental(row).tokens_per_second for row in found],
-        "goodput in %": [100 * _rental(row).offer.goodput.share for row in found],
+        "seconds of a step": [rental.candidate.seconds for rental in rentals],
+        "tokens/s, failures included": [rental.tokens_per_second for rental in rentals],
+        "goodput in %": [100 * rental.offer.goodput.share for rental in rentals],
     }
-    if all(_rental(row).per_billion is not None for row in found):
-        lines["price of 10^9 tokens"] = [_price(row) for row in found]
+    if all(rental.per_billion is not None for rental in rentals):
+        lines["price of 10^9 tokens"] = list(map(_price, rentals))
     title = f"{job.model.name or 'model'}, {job.tokens_per_step:,} tokens a step, {job.cluster.name or 'cluster'}"
-    draw_sweep(path, "nodes", [float(row.nodes) for row in found], lines, title)
+    draw_sweep(path, "nodes", [float(row.nodes) for row, _ in found], lines, title)

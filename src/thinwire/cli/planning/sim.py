@@ -114,12 +114,13 @@ def sim(options: SimOptions) -> None:
     """
     with explained(as_json=options.as_json):
         from thinwire.program.timeline import chrome_trace
-        from thinwire.sim import answer
+        from thinwire.sim import Disturbance, answer
 
         if options.memory:
             _show_memory(options)
             return
-        cases = _cases_of(options)
+        of_disturbance, of_step = _split(options.settings or (), Disturbance.model_fields)
+        cases = _cases_of(options, of_step)
         answers = [answer(case, trace=options.trace is not None) for case in cases]
         if options.trace is not None:
             traced = answers[0].simulated
@@ -127,7 +128,7 @@ def sim(options: SimOptions) -> None:
             options.trace.write_text(text, encoding="utf-8")
         if options.plot is not None and options.sweep is not None:
             _draw(options.plot, options.sweep.partition("=")[0], answers)
-        uneven = _disturbed(cases, options.settings or ())
+        uneven = _disturbed(cases, of_disturbance)
         if options.as_json:
             is_list = options.cases is not None or options.sweep is not None
             _print_json(answers, uneven, is_list=is_list)
@@ -170,43 +171,42 @@ def _show_memory(options: SimOptions) -> None:
     show_memory(shown, cluster_settings(others))
 
 
-def _cases_of(options: SimOptions) -> list[Case]:
-    """The steps to simulate.
+def _cases_of(options: SimOptions, settings: Sequence[str]) -> list[Case]:
+    """The steps to simulate, with settings of their own keys.
 
     Raises:
         UsageError: an option lacks another one that it needs, or the values of the sweep cannot be read.
     """
-    from thinwire.sim import Disturbance, read_cases
+    from thinwire.sim import read_cases
 
     if options.plot is not None and options.sweep is None:
         raise UsageError(f"--plot {options.plot} needs --sweep KEY=A,B,...: the values to draw")
     if options.cases is not None:
-        if of_steps := _split(options.settings or (), Disturbance.model_fields)[1]:
+        if settings:
             raise UsageError(
-                f"--set {of_steps[0]} has no use with --cases, whose steps have keys of their own: set it there"
+                f"--set {settings[0]} has no use with --cases, whose steps have keys of their own: set it there"
             )
         cases = read_cases(options.cases)
     elif options.model is None or options.cluster is None:
         raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
     else:
         of_plan, sequences = _plan_fields(options.plan or "preset:thinwire")
-        fields = _fields(options, of_plan | _cluster_fields(options.cluster) | {"model": options.model})
+        fields = of_plan | _cluster_fields(options.cluster) | {"model": options.model}
+        fields = _changed(fields, options, settings)
         cases = [_with_sequences(case, sequences) for case in _swept(fields, options.sweep)]
     if options.trace is not None and len(cases) != 1:
         raise UsageError(f"--trace {options.trace} takes exactly one step, but there are {len(cases)}")
     return cases
 
 
-def _fields(options: SimOptions, fields: dict[str, Any]) -> dict[str, Any]:
+def _changed(fields: dict[str, Any], options: SimOptions, settings: Sequence[str]) -> dict[str, Any]:
     """The keys of one case: those of model, cluster and plan, and over them the options that the user gave."""
-    from thinwire.sim import Disturbance
     from thinwire.spec.io import apply_settings
 
     given = {"seq": options.seq, "tokens_per_step": options.tokens_per_step}
     fields |= {key: value for key, value in given.items() if value is not None}
     if options.tokens_per_step is not None:
         fields.pop("micro_batches", None)  # the plan file's
-    settings = _split(options.settings or (), Disturbance.model_fields)[1]
     if of_cluster := [setting for setting in settings if setting.startswith("cluster.")]:
         raise UsageError(
             f"--set {of_cluster[0]}: a step has its own keys for a named cluster, such as internode_gbps=25, "
@@ -311,7 +311,7 @@ def _disturbed(cases: Sequence[Case], settings: Sequence[str]) -> list[Disturbed
     from thinwire.sim import Disturbance, disturbed
     from thinwire.spec.io import apply_settings
 
-    disturbance = Disturbance.parse(apply_settings({}, _split(settings, Disturbance.model_fields)[0]), "--set")
+    disturbance = Disturbance.parse(apply_settings({}, settings), "--set")
     return [] if disturbance.nothing else [disturbed(case, disturbance) for case in cases]
 
 

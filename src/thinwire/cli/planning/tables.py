@@ -12,6 +12,7 @@ from thinwire.units import format_bytes
 if TYPE_CHECKING:
     from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
+    from thinwire.spec import Plan
 
 
 def listed(searched: Searched, top: int) -> list[PricedPlan]:
@@ -72,14 +73,15 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:
     cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.pipeline_schedule == 'interleaved' else ''}"
     host = f" + {row.memory.host / 2**30:.1f} host" if row.memory.host else ""
     waiting = sum(row.simulated.exposed.values()) + sum(astuple(row.axes))
+    params, grads, optimizer, batch = factors_and_batch(chosen)
     return {
         "rank": f"{number} {row.label or ''}".strip(),
         "tp x pp": cut if chosen.ranks > chosen.data_ranks else "",
-        "P": str(chosen.params),
-        "G": str(chosen.grads),
-        "OS": str(chosen.optimizer),
+        "P": params,
+        "G": grads,
+        "OS": optimizer,
         "codecs": _codecs(row),
-        "batch": f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        "batch": batch,
         "step s": f"{row.seconds:.3f}",
         "waiting s": f"{waiting:.3f}",
         "MFU": f"{row.mfu(job):.1%}",
@@ -88,6 +90,12 @@ def _cells(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, str]:
         "per 10^9 tokens": "" if price is None else f"{row.cost_per_billion_tokens(job):,.0f}",
         "fits": "" if row.fits else "does not fit",
     }
+
+
+def factors_and_batch(plan: Plan) -> tuple[str, str, str, str]:
+    """The cells ``P``, ``G``, ``OS`` and ``batch`` of a plan."""
+    batch = f"{plan.micro_batch} x {plan.micro_batches}{' recompute' if plan.recompute else ''}"
+    return str(plan.params), str(plan.grads), str(plan.optimizer), batch
 
 
 def _codecs(row: PricedPlan) -> str:

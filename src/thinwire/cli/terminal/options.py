@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
 Options = TypeVar("Options")
 
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if available.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.")]
 Seq = Annotated[int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.")]
 
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.terminal.console import say
 from thinwire.errors import UsageError
@@ -20,34 +19,25 @@ if TYPE_CHECKING:
 
     from thinwire.plan import Chosen, CodecLevel, Freedom, PricedPlan
     from thinwire.spec import ModelSpec, Plan
-    from thinwire.spec.expectation import Expectation
-    from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.environment import Started
     from thinwire.train.launching.resolved import ResolvedRun
     from thinwire.train.processes.race import Race
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The plan of a run, and what it rests on: the profile with the steps that the race has measured, the race
-    (``None`` if the run is too short for one), and what the plan is expected to do."""
-
-    plan: Plan
-    profile: Profile
-    race: Race | None
-    expected: Expectation
-
-
 def choose_plan(
     run: ResolvedRun, ranks: Started | None, profile: Path | None, codecs: CodecLevel | None, console: Console
-) -> Choice:
+) -> tuple[Plan, dict[str, Any]]:
     """Choose the plan for a run: by prediction, then by a race of those that the prediction cannot tell apart.
 
     The choice, the same on every rank, keeps the ranks of the run's plan, its sequences per step, and the keys that the
     search does not decide, such as dtypes. The console shows it and its reason. Ranks that a launcher has started all
     call this function; they are ``None`` if this process starts them. Without a profile of the cluster, one is measured
     now; without ``codecs``, none may be lossy, and the console says what such would gain.
+
+    Returns:
+        The plan, and what it rests on, by arguments of :meth:`RunDirectory.open`: the profile with the steps that the
+        race has measured, the race (``None`` if the run is too short for one), and what the plan is expected to do.
 
     Raises:
         SpecError: The model's shape is unknown.
@@ -79,7 +69,9 @@ def choose_plan(
     consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
     say(console, *([] if consent is None else [consent]), *planner.replaced_keys(plan, resolved, recipe.plan))
     expected = planner.expectation(chosen.job, chosen.searched.simulations.price(chosen.job, plan))
-    return Choice(plan, measured if raced is None else raced.noted(measured), raced, expected)
+    if raced is None:
+        return plan, {"profile": measured, "race": None, "expected": expected}
+    return plan, {"profile": raced.noted(measured), "race": raced.to_dict(), "expected": expected}
 
 
 def _race(run: ResolvedRun, ranks: Started | None, chosen: Chosen, free: Freedom, console: Console) -> Race | None:

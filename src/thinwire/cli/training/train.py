@@ -178,9 +178,8 @@ def _choose_plan(
     before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
         return run.with_plan(before), {}
-    choice = choose_plan(run, ranks, options.profile, options.codecs, console)
-    raced = None if choice.race is None else choice.race.to_dict()
-    return run.with_plan(choice.plan), {"profile": choice.profile, "race": raced, "expected": choice.expected}
+    plan, kept = choose_plan(run, ranks, options.profile, options.codecs, console)
+    return run.with_plan(plan), kept
 
 
 def _expected(recipe: Recipe) -> Expectation | None:

@@ -105,17 +105,7 @@ def plan_for(
         micro_batches=micro_batches,
         recompute=bool(getattr(model, "is_gradient_checkpointing", False)),
     )
-    chosen = automatic_plan(
-        model.config.to_dict(),
-        plan.sequence_length,
-        template,
-        device,
-        plan.profile,
-        clip=clip,
-        steps=steps,
-        codecs=plan.codecs,
-    )
-    return chosen.with_(recompute=False)  # the model itself recomputes
+    return automatic_plan(model, plan, template, device, clip=clip, steps=steps)
 
 
 def _described(module: nn.Module) -> Any:
@@ -139,15 +129,7 @@ def _described(module: nn.Module) -> Any:
 
 
 def automatic_plan(
-    config: Mapping[str, Any],
-    seq: int | None,
-    template: Plan,
-    device: torch.device,
-    profile: str | Path | None,
-    *,
-    clip: bool,
-    steps: int | None = None,
-    codecs: CodecLevel = "lossless",
+    model: Any, auto: AutoPlan, template: Plan, device: torch.device, *, clip: bool, steps: int | None
 ) -> Plan:
     """Choose a plan for a model of Hugging Face. Collective.
 
@@ -156,30 +138,24 @@ def automatic_plan(
     the loop is touched.
 
     Args:
-        config: Configuration of the model.
-        seq: Number of tokens in a sequence; ``None`` if it is not known.
-        template: A plan with the job's mesh, batch, dtype and recomputation, which the choice keeps.
+        model: The model.
+        auto: What the user has said.
+        template: A plan with the job's mesh, batch, dtype and recomputation, by which the choice is made.
         device: Device of this rank.
-        profile: A profile of the cluster; ``None`` measures one now, in some 20 seconds.
         clip: Whether gradients are clipped by their norm.
         steps: Steps of the training; ``None`` if the loop does not know.
-        codecs: How lossy codecs may be.
 
     Returns:
-        The plan, the same on every rank.
+        The plan, the same on every rank; it does not recompute, as the model itself does.
 
     Raises:
         SpecError: The configuration does not describe a shape that the planner knows.
-        UsageError: The length of sequences is unknown, or no plan fits.
+        UsageError: No plan fits.
     """
-    if seq is None:
-        raise UsageError(
-            'plan="auto": the length of sequences is unknown, on which memory and time depend; set '
-            "ThinwireArguments(sequence_length=...), or max_length of TRL's configurations"
-        )
+    config, seq = model.config.to_dict(), auto.sequence_length
     shape = ModelSpec.parse({**huggingface_shape(config), "seq": seq}, "model.config")
-    source = Here(template.mesh, device, nullcontext(log.debug)) if profile is None else Path(profile)
-    free = planner.Freedom(micro_batch=template.micro_batch, recompute=template.recompute, codecs=codecs)
+    source = Here(template.mesh, device, nullcontext(log.debug)) if auto.profile is None else Path(auto.profile)
+    free = planner.Freedom(micro_batch=template.micro_batch, recompute=template.recompute, codecs=auto.codecs)
     chosen, _ = measure_and_choose(shape, seq, template, source, 'plan="auto"', clip=clip, free=free)
     log.info("auto: %s; predicted step %.3f s", planner.summary(chosen.plan), chosen.predicted.seconds)
     log.info(
@@ -190,7 +166,7 @@ def automatic_plan(
     consent = planner.lossy_codecs(chosen.job, chosen.searched, plan)
     if consent is not None:
         log.info("auto: %s", consent.replace("--codecs ", "codecs="))
-    return plan
+    return plan.with_(recompute=False)
 
 
 def _raced(

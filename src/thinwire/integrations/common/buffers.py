@@ -14,9 +14,6 @@ class SharedBuffers:
 
     The first call sends all of them. Later ones send those of state dicts, and others in which ranks were different at
     the first call: nothing is sent of tables that no forward changes, such as those of rotary embeddings and masks.
-
-    Args:
-        models: The models.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:

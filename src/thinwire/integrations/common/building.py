@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,22 +12,20 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.common.automatic import AutoPlan, plan_for
+from thinwire.integrations.common.mixed import COMPUTE_DTYPES
 from thinwire.integrations.common.optimizers import is_sharded
 from thinwire.sharding.memory.recorded import RecordedValues, Recording, initialize_meta_modules
 from thinwire.sharding.modules.quantized import is_wrapper
 from thinwire.sharding.runtime.parameter import ShardedParameter
-from thinwire.spec import Plan
+from thinwire.spec import Factor, Plan
 
 
 class Building:
-    """Builds modules without memory for their parameters, and shards them.
+    """Builds modules of a strategy of Lightning without memory for their parameters, and shards them by a plan."""
 
-    Args:
-        broadcast: Returns the first rank's object on every rank.
-    """
-
-    def __init__(self, broadcast: Callable[[Any], Any]) -> None:
-        self._broadcast, self._recording = broadcast, Recording()
+    def __init__(self, strategy: Any, plan: Plan | AutoPlan | str | Path) -> None:
+        self._strategy, self._plan, self._recording = strategy, plan, Recording()
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -34,13 +33,14 @@ class Building:
         with torch.device("cpu"), self._first_ranks_numbers(), self._recording:
             yield
 
-    def shard(self, module: nn.Module, plan: Callable[[], Plan], device: torch.device) -> None:
-        """Shard a module, unless it is sharded already. Collective.
+    def shard(self, module: nn.Module, precision: str, **loop: Any) -> None:
+        """Shard a module, unless it is sharded already: one that was built in the context, on the meta device, or as
+        usual. Collective.
 
         Args:
-            module: A module that was built in the context, on the meta device, or as usual.
-            plan: Makes the plan.
-            device: Device of this rank.
+            module: The module.
+            precision: One of :data:`~thinwire.integrations.common.mixed.COMPUTE_DTYPES`.
+            **loop: What :func:`~thinwire.integrations.common.automatic.plan_for` asks of the loop.
 
         Raises:
             UsageError: The module is sharded, and has got further parameters since.
@@ -54,23 +54,27 @@ class Building:
                     "return from configure_model early if they exist"
                 )
             return
-        if not any(parameter.is_meta for parameter in module.parameters()):
-            tw.shard(module.to(device), plan())
-            return
-        with self._first_ranks_numbers():
-            initialize_meta_modules(module, self._recording)
-        with torch.no_grad():  # small parameters have values, and so have those that were built outside of the context
-            for parameter in module.parameters():
-                if not parameter.is_meta:
-                    parameter.copy_(self._broadcast(parameter.detach()))
-        tw.shard(module, plan(), values=RecordedValues(module, self._recording), device=device)
-        self._recording = Recording()
+        strategy, device = self._strategy, self._strategy.root_device
+        on_meta: dict[str, Any] = {}
+        if any(parameter.is_meta for parameter in module.parameters()):
+            with self._first_ranks_numbers():
+                initialize_meta_modules(module, self._recording)
+            with torch.no_grad():  # small parameters have values, and so have those built outside of the context
+                for parameter in module.parameters():
+                    if not parameter.is_meta:
+                        parameter.copy_(strategy.broadcast(parameter.detach()))
+            on_meta = {"values": RecordedValues(module, self._recording), "device": device}
+            self._recording = Recording()
+        else:
+            module.to(device)
+        mesh = Factor(local=strategy.world_size // strategy.num_nodes, nodes=strategy.num_nodes)
+        tw.shard(module, plan_for(module, self._plan, mesh, COMPUTE_DTYPES[precision], device, **loop), **on_meta)
 
     @contextmanager
     def _first_ranks_numbers(self) -> Iterator[None]:
         """Draw the random numbers of the first rank, if ranks would draw different ones."""
         own = torch.get_rng_state()
-        first = self._broadcast(own)
+        first = self._strategy.broadcast(own)
         differs = not torch.equal(own, first)
         if differs:
             torch.set_rng_state(first)

@@ -16,11 +16,7 @@ COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mix
 
 
 def checked_precision(plugin: Any, known: Collection[type]) -> str:
-    """The precision that a plugin of Lightning stands for.
-
-    Args:
-        plugin: The plugin.
-        known: Lightning's own classes that thinwire takes the place of.
+    """The precision that a plugin of Lightning stands for, of the ``known`` classes that thinwire takes the place of.
 
     Raises:
         UsageError: thinwire does not know the precision, or the plugin does more than set one.

@@ -76,6 +76,7 @@ def over_shares(
         (made,) = optimizers
         options = _options(made)
         new = tw.optimizer(model, type(made), param_groups=made.param_groups, loss_scale=loss_scale, **options)
+        new.given_names = [[share.spec.name for share in group["params"]] for group in made.param_groups]
         _stand_for(made, new)
         return [new]
     for made in optimizers:

@@ -20,7 +20,13 @@ def launched_mesh(world: int) -> Factor:
     return Factor(local=local, nodes=world // local)
 
 
-def chosen_plan(plan: Plan | str | Path, mesh: Factor, compute_dtype: str | None) -> Plan:
+def chosen_plan(
+    plan: Plan | str | Path,
+    mesh: Factor,
+    compute_dtype: str | None,
+    *,
+    asked_by: str = "the mixed precision of the loop",
+) -> Plan:
     """The plan of a job.
 
     Args:
@@ -28,6 +34,7 @@ def chosen_plan(plan: Plan | str | Path, mesh: Factor, compute_dtype: str | None
         mesh: Mesh of a preset.
         compute_dtype: The ``compute_dtype`` that the framework's precision asks for; ``None`` without one: presets then
             compute in float32, and other plans in their own.
+        asked_by: What asks for it, for messages.
 
     Raises:
         SpecError: There is no such preset or file, or the plan computes in another dtype than the framework.
@@ -38,9 +45,7 @@ def chosen_plan(plan: Plan | str | Path, mesh: Factor, compute_dtype: str | None
     if compute_dtype not in (None, chosen.compute_dtype):
         raise SpecError(
             f"plan {chosen.name}",
-            [
-                f'compute_dtype = "{chosen.compute_dtype}", but the mixed precision of the loop asks for '
-                f'"{compute_dtype}": change one of them, or leave the mixed precision out'
-            ],
+            f'compute_dtype = "{chosen.compute_dtype}", but {asked_by} asks for "{compute_dtype}": change one of them, '
+            "or leave the mixed precision out",
         )
     return chosen

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer as torch's own state dict of the whole model, and back."""
+"""The state of an optimizer over shares as torch's own state dict of the whole model, and back."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebui
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import cut_entries
 from thinwire.sharding.tensors.tensor import ShareTensor
-
-Names = Sequence[Sequence[str]]
-"""Names of the parameters of each group, in the order of the optimizer of the whole model."""
-
 
 _Entries = tuple[dict[str, bool], bytes, dict[str, object]]
 """A parameter's state: its keys, and whether they have an element for each of the parameter, so that ranks hold pieces;
@@ -66,13 +62,49 @@ def gather_for_torch() -> None:
 
 
 @torch.no_grad()
-def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
+def whole_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """The state dict of the optimizer of the whole model, which is trained by data-parallel ranks only. Collective.
 
     Returns:
-        ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; empty on all ranks but the
-        first.
+        ``{"state": {number: {key: value}}, "param_groups": [...]}`` as in torch, on the CPU; perhaps empty on all ranks
+        but the first.
     """
+    if isinstance(optim, ShardedOptimizer):
+        return _of_fragments(optim, _names(optim))
+    whole = optim.state_dict()  # of shares
+    return whole | {
+        "state": {
+            number: {key: whole_value(value, keep=True) for key, value in entries.items()}
+            for number, entries in whole["state"].items()
+        }
+    }
+
+
+def load_whole_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+    """Load the ``state_dict()`` of the optimizer of the whole model; this rank takes its pieces.
+
+    Raises:
+        CheckpointError: It has other groups or other parameters.
+    """
+    if isinstance(optim, ShardedOptimizer):
+        _load_fragments(optim, _names(optim), whole)
+        return
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    shares = [share for group in optim.param_groups for share in group["params"]]
+    state: dict[int, Any] = dict(whole["state"])
+    for number, share in zip(numbers, shares, strict=False):  # torch itself compares the groups
+        if number in state:
+            state[number] = cut_entries(share, state[number])
+    optim.load_state_dict({**whole, "state": state})
+
+
+def _names(optim: ShardedOptimizer) -> list[Sequence[str]]:
+    """Names of the parameters of each group, in the order of the optimizer of the whole model."""
+    given = optim.given_names
+    return [*given, *([share.spec.name for share in group["params"]] for group in optim.param_groups[len(given) :])]
+
+
+def _of_fragments(optim: ShardedOptimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     shares, ranks = optim.shares, optim.runtime.control
     assert shares is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
@@ -112,12 +144,7 @@ def _told(entries: Mapping[str, Any], owned: OwnedFragment) -> _Entries:
     return {key: key in cut for key in entries}, raw, {key: entries[key] for key in entries.keys() - tensors.keys()}
 
 
-def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, Any]) -> None:
-    """Load the ``state_dict()`` of the optimizer of the whole model; this rank takes its pieces.
-
-    Raises:
-        CheckpointError: It has other groups or other parameters.
-    """
+def _load_fragments(optim: ShardedOptimizer, names: Sequence[Sequence[str]], whole: Mapping[str, Any]) -> None:
     groups = whole["param_groups"]
     sizes, present = [len(group["params"]) for group in groups], [len(of_group) for of_group in names]
     if sizes != present:
@@ -144,30 +171,6 @@ def load_whole_state(optim: ShardedOptimizer, names: Names, whole: Mapping[str, 
         inner.load_state_dict({"state": state, "param_groups": options})
         # torch makes a new list, and others may hold this one, as schedulers do.
         groups_here[:], inner.param_groups = inner.param_groups, groups_here
-
-
-@torch.no_grad()
-def whole_share_state(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state dict of the optimizer of the whole model, of one that was made over shares (``model.parameters()``): as
-    in torch, on the CPU, on every rank. Collective."""
-    whole = optim.state_dict()
-    return whole | {
-        "state": {
-            number: {key: whole_value(value, keep=True) for key, value in entries.items()}
-            for number, entries in whole["state"].items()
-        }
-    }
-
-
-def load_whole_share_state(optim: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
-    """Load the ``state_dict()`` of the optimizer of the whole model into one that was made over shares."""
-    numbers = [number for group in whole["param_groups"] for number in group["params"]]
-    shares = [share for group in optim.param_groups for share in group["params"]]
-    state: dict[int, Any] = dict(whole["state"])
-    for number, share in zip(numbers, shares, strict=False):  # torch itself compares the groups
-        if number in state:
-            state[number] = cut_entries(share, state[number])
-    optim.load_state_dict({**whole, "state": state})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

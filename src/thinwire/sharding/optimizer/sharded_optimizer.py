@@ -117,7 +117,11 @@ class ShardedOptimizer(ShareOptimizer):
         inner: The wrapped optimizer.
         owned: Both together, for code that needs no more of this optimizer.
         shares: Shares of the model's parameters, by name; ``None`` for a part of a larger model.
+        given_names: Names of the parameters of each group in the order of the optimizer in whose place this one was
+            made; of none without one, or of fewer groups than there are by now.
     """
+
+    given_names: Sequence[Sequence[str]] = ()
 
     def __init__(
         self,
