@@ -179,8 +179,7 @@ def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
 def at_once(answered: Answer) -> Memory:
     """Memory on an accelerator that has no room for blocks that are free."""
     engine = ENGINES[answered.case.engine].on(answered.case.gpu, answered.cluster.gpus_per_node)
-    held = units(answered.model, answered.plan)
-    return engine.memory(answered.model, answered.plan, held, seq=answered.model.seq, room=0)
+    return engine.memory(answered.model, answered.plan, room=0)
 
 
 def largest_unit(answered: Answer) -> int:
