@@ -10,8 +10,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes
@@ -25,8 +24,10 @@ Quartile = Literal["seconds", "low", "high"]
 
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)
 
-_Key = tuple[object, ...]
-"""Identifies a quantity that was measured at several sizes."""
+_Key = TypeVar("_Key", bound=tuple[object, ...])
+
+_Shape = tuple[str, int, int]
+"""Name of a collective, ranks inside a node, and nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,6 @@ def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> 
     return seconds[0] + max(slope, 0.0) * (size - sizes[0])
 
 
-class _Neighbour(NamedTuple):
-    """The measurement nearest to a collective, of a kind, ranks inside a node, and nodes."""
-
-    line: _Measured
-    key: _Key
-    ranks: int
-
-
 class ProfiledRates(Rates):
     """Rates of the cluster that was profiled.
 
@@ -108,7 +101,7 @@ class ProfiledRates(Rates):
         self.transfers_extrapolated = self._scaled_parts = False
         self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
         self._collectives = _CollectiveRows(profile.collectives, profile.crowding, quartile)
-        self._codecs = _by_size(
+        self._codecs: dict[tuple[str, str, str], _Measured] = _by_size(
             profile.codecs,
             lambda row: (row.codec, row.dtype, row.work),
             lambda row: row.numel,
@@ -124,12 +117,12 @@ class ProfiledRates(Rates):
         nodes were measured; all groups are taken to be as fast.
         """
         del stride
-        neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
-        outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
-        self.transfers_extrapolated |= outside or self._collectives.substituted
+        nearest = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
+        line, measured = self._collectives.lines[nearest], nearest[1] * nearest[2]
+        self.transfers_extrapolated |= measured != ranks or not line.covers(sent) or self._collectives.substituted
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
-        rounds = 1.0 if neighbour.ranks == ranks else math.log2(ranks) / math.log2(neighbour.ranks)
-        return neighbour.line.seconds(sent) * max(1.0, rounds)
+        rounds = 1.0 if measured == ranks else math.log2(ranks) / math.log2(measured)
+        return line.seconds(sent) * max(1.0, rounds)
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
@@ -154,7 +147,7 @@ class ProfiledRates(Rates):
         """As the slowest measured codec of the same family, or else of any. About a codec of another package, built-in
         ones say nothing: without its family, it has the speed that it declares."""
         name, plugin = str(work.codec), work.codec.plugin is not None
-        lines = [(str(key[0]), line) for key, line in self._codecs.items() if key[2] == way]
+        lines = [(key[0], line) for key, line in self._codecs.items() if key[2] == way]
         family = [
             line
             for other, line in lines
@@ -227,9 +220,9 @@ class ProfiledRates(Rates):
         slowdown = self._beside.get(scope, ALONE)
         if not self.profile.crowding:
             return slowdown
-        key = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks).key
+        nearest = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
         # The factor by which computation slows down is the same loss, measured less exactly: it must not count twice.
-        return replace(slowdown, compute=1.0, load=self._collectives.loads[key].share(sent))
+        return replace(slowdown, compute=1.0, load=self._collectives.loads[nearest].share(sent))
 
     @property
     def on_processors(self) -> bool:
@@ -252,13 +245,10 @@ class ProfiledCollectives(CollectiveTimes):
 
     Args:
         rates: Rates from the profile of the cluster.
-
-    Attributes:
-        extrapolated: Whether any answer so far lies outside the measured sizes and shapes.
     """
 
     def __init__(self, rates: ProfiledRates) -> None:
-        self._rates, self.extrapolated = rates, False
+        self._rates = rates
         self._measured = _CollectiveRows(rates.profile.collectives, rates.profile.crowding, rates.quartile)
 
     def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
@@ -277,11 +267,8 @@ class ProfiledCollectives(CollectiveTimes):
         steps = hops(kind, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
         line = self._measured.lines.get((str(kind), mesh.local, mesh.nodes))
         if line is None:
-            self.extrapolated = True
             return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
-        sent = sum(step.sent for step in steps)
-        self.extrapolated |= not line.covers(sent)
-        return line.seconds(sent)
+        return line.seconds(sum(step.sent for step in steps))
 
 
 class MeasuredLibrary(CollectiveTimes):
@@ -338,7 +325,7 @@ class _CollectiveRows:
         quartile: Which of the measured seconds to use.
 
     Attributes:
-        lines: Seconds against bytes that a rank sends, by name of the collective, ranks inside a node, and nodes.
+        lines: Seconds against bytes that a rank sends, by shape.
         loads: The same of the seconds by which a transfer holds computation up, over its own.
         substituted: Whether any answer so far came from another collective than the one that was asked for.
     """
@@ -346,12 +333,15 @@ class _CollectiveRows:
     def __init__(self, measured: Sequence[CollectiveRow], crowding: float, quartile: Quartile) -> None:
         rows = [row for row in measured if row.groups == "all"]
         self.substituted = False
-        of = partial(_by_size, rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent)
+
+        def of(value: Callable[[CollectiveRow], float]) -> dict[_Shape, _Measured]:
+            return _by_size(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, value)
+
         self.loads = of(lambda row: crowding * row.processor / row.seconds)
         self.lines = of(lambda row: getattr(row, quartile))
 
-    def nearest(self, name: str, scope: Scope, ranks: int) -> _Neighbour:
-        """The measurement nearest to a collective, by its name in the profile.
+    def nearest(self, name: str, scope: Scope, ranks: int) -> _Shape:
+        """The shape of the measurement nearest to a collective, by its name in the profile.
 
         Raises:
             SpecError: The profile has no collective over these links.
@@ -360,14 +350,13 @@ class _CollectiveRows:
         def shape(count: int) -> tuple[int, int]:
             return (count, 1) if scope is Scope.INSIDE else (1, count)
 
-        counts = sorted({key[1] * key[2] for key in self.lines if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
+        counts = sorted({key[1] * key[2] for key in self.lines if shape(key[1] * key[2]) == key[1:]})
         for measured_name in (name, "all_gather", "all_to_all", "reduce_scatter"):
             measured_counts = [count for count in counts if (measured_name, *shape(count)) in self.lines]
             if measured_counts:
                 nearest = min(measured_counts, key=lambda count: (abs(math.log(count / ranks)), count))
                 self.substituted |= measured_name != name
-                key = (measured_name, *shape(nearest))
-                return _Neighbour(self.lines[key], key, nearest)
+                return measured_name, *shape(nearest)
         raise SpecError(
             "profile",
             f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget",
@@ -411,7 +400,7 @@ def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tu
         return row.transfer, row.delay
     scope = Scope(row.scope)
     ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
-    line = collectives.nearest("all_gather", scope, ranks).line
+    line = collectives.lines[collectives.nearest("all_gather", scope, ranks)]
     return 1.0, math.sqrt(row.transfer**2 - 1) * line.seconds(row.sent)
 
 
