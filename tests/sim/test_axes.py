@@ -9,7 +9,7 @@ import pytest
 from thinwire.cost import HopCollectives, NominalRates, parts
 from thinwire.errors import SpecError
 from thinwire.sim import Case, answer
-from thinwire.sim.axes import AxisCosts, sending_ranks
+from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 INPUT = 2048 * 6144 * 2
@@ -57,7 +57,7 @@ def test_a_sum_takes_as_long_as_its_halves_and_every_rank_sends_whole_sequences(
     rates = NominalRates(cluster, "bfloat16")
     (block, *_) = (part for part in parts(model, "block", 4) if part.kind == "block")
     cut, whole = (
-        AxisCosts(plan, model, 2048, rates, HopCollectives(rates), True, sending_ranks(plan), gathered=False)
+        AxisCosts(plan, model, 2048, rates, HopCollectives(rates), True)
         for form in (True, False)
         for plan in [Plan.preset("zero1", nodes=1, local=2, tp=4, pp=2, micro_batches=2, sequence_parallel=form)]
     )

@@ -24,7 +24,7 @@ from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.sim.axes import AxisCosts, sending_ranks
+from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.cut import Cut, cut_problems
 from thinwire.spec.plan import Dtype
@@ -244,8 +244,7 @@ class TrainingJob:
 
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
     """What sharing the model takes under a plan of a job."""
-    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
-    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=sending_ranks(plan), gathered=False)
+    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates), job.cluster.nodes > 1)
 
 
 def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Literal
 
 from thinwire.cost import OVERHEAD, LibraryCollectives, Memory, NominalRates, largest_memory
-from thinwire.sim.axes import AxisCosts, pass_seconds, sending_ranks
+from thinwire.sim.axes import AxisCosts, pass_seconds
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
@@ -75,8 +75,7 @@ class Engine:
         group whose nodes see the step. Tensor-parallel sums and messages between stages are the library's calls."""
         rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
-        crosses, ways = cluster.nodes > 1, sending_ranks(plan)
-        costs = AxisCosts(plan, model, workload.seq, rates, calls, crosses, sharers=ways, gathered=False)
+        costs = AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1)
         step = step_with_axes(costs, workload, trace=trace)
         return replace(step, seconds=step.seconds + costs.awaited)  # as Torch's schedules wait for every message
 
