@@ -19,7 +19,7 @@ from thinwire.cost import (
     parts,
     units,
 )
-from thinwire.cost.memory.stages import stage_model, stages
+from thinwire.cost.memory.stages import largest_stage
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
@@ -230,11 +230,11 @@ class TrainingJob:
 
     def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
         """Parts of the model on a rank of the largest stage."""
-        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
+        return parts(largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
 
     def units(self, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         """Sharding units on a rank of the largest stage that holds this ``P`` shard."""
-        return units(_largest_stage(self.model, plan), plan, shard)
+        return units(largest_stage(self.model, plan), plan, shard)
 
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""
@@ -245,15 +245,6 @@ class TrainingJob:
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
     """What sharing the model takes under a plan of a job."""
     return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates), job.cluster.nodes > 1)
-
-
-def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
-    """The model as seen by the pipeline rank with the most work.
-
-    That is the last one: it has as many blocks as any other, and the head. It is given the first stage's embedding too.
-    The embedding computes nothing, so that the time covers both ends of the pipeline.
-    """
-    return model if plan.pp == 1 else stage_model(model, stages(model.layers, plan)[-1].blocks)
 
 
 def _candidate_cuts(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from thinwire.cost import Memory, kept_activations, parts, units
+from thinwire.cost.memory.stages import largest_stage
 from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
@@ -194,8 +195,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     if problems := engine.refusals(plan, model):
         raise SpecError(_what(case), problems)
     cluster = cluster.in_order(node_order(plan))
-    # The stage with the most work: it has as many blocks as any other, and the head.
-    stage = model.with_(layers=-(-model.layers // plan.pp))
+    stage = largest_stage(model, plan)
     cut = parts(stage, plan.granularity, plan.tp)
     kept = kept_activations(stage, plan, cut, seq=model.seq) if trace else ()
     workload = Workload(cut, units(stage, plan), model.seq, clip=True, kept=kept)

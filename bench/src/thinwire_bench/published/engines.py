@@ -23,8 +23,8 @@ from thinwire.cost import (
     library_moves,
     memory,
     parts,
-    units,
 )
+from thinwire.cost.memory.stages import held_units, largest_stage, stages
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.program.wire import ITEMSIZE, reduction_codecs, used_codec
@@ -125,12 +125,8 @@ class PublishedEngine(Engine):
         """Bytes per rank that its allocator takes: all that a step ever uses at once or after another, as far as there
         is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once."""
         dtype = "float16" if self.messages else plan.compute_dtype
-        stage = model.with_(layers=-(-model.layers // plan.pp))
-        cut = parts(stage, plan.granularity, plan.tp)
-        # The last stage holds the head; the first one holds the embedding.
-        held = [
-            unit for part, unit in zip(cut, units(stage, plan), strict=True) if plan.pp == 1 or part.kind != "embedding"
-        ]
+        stage, last = largest_stage(model, plan), stages(model.layers, plan)[-1]
+        held = held_units(stage, plan, last)
         needed = memory(
             stage, plan, held, seq=model.seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS
         )
@@ -138,7 +134,7 @@ class PublishedEngine(Engine):
         if keeps:
             needed = replace(needed, gathered=sum(unit.nbytes for unit in held))
         unit = max(sum(buffer.numel for buffer in unit.buffers) for unit in held)
-        tensor = max(tensor.numel for part in cut for tensor in part.tensors)
+        tensor = max(tensor.numel for part in parts(stage, plan.granularity, plan.tp) for tensor in part.tensors)
         used = replace(needed, gathered=self._gathered_at_once(plan, needed.gathered, tensor, keeps))
         share, itemsize = needed.optimizer // self.states.optimizer, ITEMSIZE[dtype]
         fixed = used.total - used.buffers - used.logits
