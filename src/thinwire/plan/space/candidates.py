@@ -126,7 +126,7 @@ class Candidates:
     Attributes:
         batches: Choices of the batch.
         states: Bytes of every plan that do not depend on the batch.
-        considered: Number of plans that :meth:`candidates` has gone through.
+        considered: Number of plans that :meth:`groups` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
 
@@ -162,11 +162,6 @@ class Candidates:
     @cached_property
     def _traffic(self) -> TrafficSeconds:
         return TrafficSeconds(self.job, self._pricer, self._units, self.bucket_bytes)
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Every valid plan that fits into memory without codecs."""
-        for group in self.groups():
-            yield from map(group.candidate, range(group.bounds.size))
 
     def groups(self, limit: float = math.inf) -> Iterator[CandidateGroup]:
         """Every valid plan that fits into memory without codecs, with a lower bound of its step.
