@@ -22,7 +22,7 @@ def bench_step(out: Path, *options: str) -> tuple[dict[str, Any], str]:
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout
+    return json.loads(out.read_text(encoding="utf-8")), done.stdout
 
 
 def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class ProfiledRates(Rates):
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
-        self.transfers_extrapolated = self._scaled_parts = False
+        self.transfers_extrapolated = False
         self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
         self._collectives = _CollectiveRows(profile.collectives, profile.crowding, quartile)
         self._codecs: dict[tuple[str, str, str], _Measured] = _by_size(
@@ -117,9 +117,10 @@ class ProfiledRates(Rates):
         nodes were measured; all groups are taken to be as fast.
         """
         del stride
-        nearest = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
+        name = profiled_kind(kind, encoded=encoded)
+        nearest = self._collectives.nearest(name, scope, ranks)
         line, measured = self._collectives.lines[nearest], nearest[1] * nearest[2]
-        self.transfers_extrapolated |= measured != ranks or not line.covers(sent) or self._collectives.substituted
+        self.transfers_extrapolated |= (nearest[0], measured) != (name, ranks) or not line.covers(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
         rounds = 1.0 if measured == ranks else math.log2(ranks) / math.log2(measured)
         return line.seconds(sent) * max(1.0, rounds)
@@ -178,7 +179,6 @@ class ProfiledRates(Rates):
             work, measured = plan.micro_batch * seq * self._model.hidden, float(row.micro_batch * row.seq * row.hidden)
         else:
             work, measured = part.forward_flops(plan.micro_batch * seq, seq), row.flops
-            self._scaled_parts |= not math.isclose(work, measured, rel_tol=0.02)
         return row.forward * work / measured, row.backward * work / measured
 
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
@@ -233,11 +233,6 @@ class ProfiledRates(Rates):
     def of_others(self) -> ProfiledRates:
         """With computation as the profile says that other frameworks perform it."""
         return ProfiledRates(self.profile.of_others(), self._model, self._dtype, self.quartile)
-
-    @property
-    def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside the measured range."""
-        return self._scaled_parts or self.transfers_extrapolated or self._collectives.substituted
 
 
 class ProfiledCollectives(CollectiveTimes):
@@ -327,12 +322,10 @@ class _CollectiveRows:
     Attributes:
         lines: Seconds against bytes that a rank sends, by shape.
         loads: The same of the seconds by which a transfer holds computation up, over its own.
-        substituted: Whether any answer so far came from another collective than the one that was asked for.
     """
 
     def __init__(self, measured: Sequence[CollectiveRow], crowding: float, quartile: Quartile) -> None:
         rows = [row for row in measured if row.groups == "all"]
-        self.substituted = False
 
         def of(value: Callable[[CollectiveRow], float]) -> dict[_Shape, _Measured]:
             return _by_size(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, value)
@@ -355,7 +348,6 @@ class _CollectiveRows:
             measured_counts = [count for count in counts if (measured_name, *shape(count)) in self.lines]
             if measured_counts:
                 nearest = min(measured_counts, key=lambda count: (abs(math.log(count / ranks)), count))
-                self.substituted |= measured_name != name
                 return measured_name, *shape(nearest)
         raise SpecError(
             "profile",

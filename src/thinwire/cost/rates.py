@@ -125,11 +125,6 @@ class Rates(ABC):
         """What the seconds of the forward and the backward of a part rest on."""
 
     @property
-    def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside the measured range."""
-        return True
-
-    @property
     def on_processors(self) -> bool:
         """Whether ranks compute on processors, without accelerators."""
         return False
