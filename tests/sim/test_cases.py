@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.paths import ROOT
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.sim import _plan_fields
@@ -173,10 +171,8 @@ def test_tokens_of_a_step_make_micro_batches_of_every_rank() -> None:
         answer(case(tokens_per_step="4M", micro_batches=16))
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire.cli.main", "sim", *arguments], capture_output=True, text=True, check=False
-    )
+def run_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sim", *arguments])
 
 
 @pytest.mark.slow
@@ -184,7 +180,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     usual = ["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3"]
     picture, trace, plan = tmp_path / "sweep.png", tmp_path / "trace.json", tmp_path / "plan.toml"
     swept = run_command(*usual, "--sweep", "internode_gbps=50,100,200", "--plot", str(picture), "--json")
-    assert swept.returncode == 0, swept.stderr
+    assert swept.exit_code == 0, swept.stderr
     seconds = [row["step_seconds"] for row in json.loads(swept.stdout)]
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == 3
@@ -195,7 +191,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     for row, gpus in zip(rows, (8, 16, 32, 64), strict=True):
         assert row["tgs"] * row["step_seconds"] * gpus == pytest.approx(4 << 20)
     one = run_command(*usual, "--trace", str(trace), "--json")
-    assert one.returncode == 0, one.stderr
+    assert one.exit_code == 0, one.stderr
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
     Plan.preset("zero3", nodes=2, local=8).save(plan)

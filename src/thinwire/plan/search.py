@@ -239,14 +239,7 @@ class Search:
             return
         candidates = self._cuts.get(UNCUT) or Candidates(self.job, UNCUT, self._pricer)
         for name in CLASSICS:
-            preset = Plan.preset(
-                name,
-                nodes=candidates.mesh.nodes,
-                local=candidates.mesh.local,
-                compute_dtype=self.job.compute_dtype,
-                bucket_bytes=candidates.bucket_bytes,
-            )
-            yield self._best_batch(candidates, preset, name)
+            yield self._best_batch(candidates, _preset(self.job, name, candidates.bucket_bytes), name)
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
@@ -289,6 +282,12 @@ class Search:
         return any(candidates.smallest(self.job.room) is not None for candidates in cuts)
 
 
+def _preset(job: TrainingJob, name: str, bucket_bytes: int, **fields: int) -> Plan:
+    """A preset whose ranks are all data-parallel."""
+    fields |= {"nodes": job.mesh.nodes, "local": job.mesh.local, "bucket_bytes": bucket_bytes}
+    return Plan.preset(name, compute_dtype=job.compute_dtype, **fields)
+
+
 _TRIED = 8
 """Candidates of a cut to check at most for one that fits with its codecs' messages, before the search goes on."""
 
@@ -317,17 +316,7 @@ def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: 
     parallelism, and no codecs."""
     found = []
     for ways in sharings(job):
-        plans = (
-            Plan.preset(
-                name,
-                nodes=job.mesh.nodes,
-                local=job.mesh.local,
-                compute_dtype=job.compute_dtype,
-                bucket_bytes=bucket_bytes,
-                ep=ways,
-            )
-            for name in SHARDED
-        )
+        plans = (_preset(job, name, bucket_bytes, ep=ways) for name in SHARDED)
         fitting = [plan for each in plans for plan in _batched(job, simulations, each)]
         priced = [simulations.price(job, plan, f"ep {ways}") for plan in fitting]
         if priced:
