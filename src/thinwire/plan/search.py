@@ -252,7 +252,9 @@ class Search:
             if best is not None and best.fits:
                 if batch.computing + batch.bubble > best.seconds:
                     break
-                if batch.micro_batches >= best.plan.micro_batches:  # fewer may save communication; this computes longer
+                if (
+                    batch.plan.micro_batches >= best.plan.micro_batches
+                ):  # fewer may save communication; this computes longer
                     continue
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
@@ -282,10 +284,10 @@ class Search:
         return any(candidates.smallest(self.job.room) is not None for candidates in cuts)
 
 
-def _preset(job: TrainingJob, name: str, bucket_bytes: int, **fields: int) -> Plan:
+def _preset(job: TrainingJob, name: str, bucket_bytes: int, **fields: Any) -> Plan:
     """A preset whose ranks are all data-parallel."""
-    fields |= {"nodes": job.mesh.nodes, "local": job.mesh.local, "bucket_bytes": bucket_bytes}
-    return Plan.preset(name, compute_dtype=job.compute_dtype, **fields)
+    fields |= {"compute_dtype": job.compute_dtype, "bucket_bytes": bucket_bytes}
+    return Plan.preset(name, nodes=job.mesh.nodes, local=job.mesh.local, **fields)
 
 
 _TRIED = 8

@@ -268,7 +268,7 @@ class Candidates:
             return np.array([[[[each]]] for each in seconds], dtype=np.float64)
 
         return Computation(
-            count=column(batch.micro_batches for batch in batches),
+            count=column(batch.plan.micro_batches for batch in batches),
             forward=column(batch.forward for batch in batches),
             entrance=column(batch.parts["embedding"][0] for batch in batches),
             backward=column(batch.backward for batch in batches),
