@@ -82,9 +82,9 @@ def test_stages_hold_their_blocks_only() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"tp": 3}, "tp = 3 does not divide the 8 GPUs of a node"),
-        ({"pp": 3}, "pp = 3 does not divide the 8 nodes"),
-        ({"pp": 3, "gpus": 8}, "pp = 3 does not divide the 1 nodes"),
+        ({"tp": 3}, "tp = 3 and pp = 1 do not divide 8 nodes of 8 GPUs"),
+        ({"pp": 3}, "tp = 1 and pp = 3 do not divide 8 nodes of 8 GPUs"),
+        ({"pp": 3, "gpus": 8}, "tp = 1 and pp = 3 do not divide 1 nodes of 8 GPUs"),
         ({"pp": 64, "gpus": 512}, r"pp = 64 \(1f1b\) makes 64 stages of 44 blocks"),
         ({"tp": 5, "gpus": 5, "gpus_per_node": 5}, "tp = 5 does not divide heads = 64"),
         ({"pp": 4, "plan": "zero3"}, "params = 8x2: parameters of a pipeline stage stay whole"),

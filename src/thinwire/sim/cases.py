@@ -285,15 +285,12 @@ def _micro_batches(case: Case, mesh: Factor, model: ModelSpec) -> int:
 
 
 def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
-    if cluster.gpus_per_node % case.tp:
-        raise SpecError(_what(case), f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
-    stages_inside = case.pp if cluster.nodes == 1 else 1
-    local, nodes = cluster.gpus_per_node // case.tp, cluster.nodes * stages_inside // case.pp
-    if local % stages_inside or cluster.nodes * stages_inside % case.pp:
-        raise SpecError(
-            _what(case), f"pp = {case.pp} does not divide the {cluster.nodes} nodes (of one node, its GPUs)"
-        )
-    mesh = Factor(local=local // stages_inside, nodes=nodes)
+    local, nodes = cluster.gpus_per_node, cluster.nodes
+    try:
+        mesh = Factor(local=local, nodes=nodes).data_parallel(case.tp, case.pp)
+    except SpecError:
+        problem = f"tp = {case.tp} and pp = {case.pp} do not divide {nodes} nodes of {local} GPUs"
+        raise SpecError(_what(case), problem) from None
     fields: dict[str, Any] = {
         "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
         "micro_batches": _micro_batches(case, mesh, model),
