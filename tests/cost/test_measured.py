@@ -44,7 +44,7 @@ def test_measured_points_come_back() -> None:
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False) == pytest.approx(1e-3 + MIB / 1e8)
     assert known.hop(Kind.REDUCE_SCATTER, Scope.INSIDE, 2, 16 * MIB, encoded=True) == pytest.approx(1e-3 + MIB / 6.25e7)
     assert known.codec(Work(CodecSpec("int8:256"), "float32", 1 << 20, 0)) == pytest.approx((1 << 20) * 1e-9)
-    assert not known.extrapolated
+    assert not known.transfers_extrapolated
 
 
 def test_other_frameworks_compute_without_the_runtime_and_make_their_own_calls() -> None:
@@ -101,11 +101,11 @@ def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:
     known = rates()
     times = [known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, size * MIB // 16, encoded=False) for size in range(1, 257, 5)]
     assert times == sorted(times)
-    assert not known.extrapolated
+    assert not known.transfers_extrapolated
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 160 * MIB, encoded=False) == pytest.approx(
         1e-3 + 160 * MIB / 1e8, rel=0.01
     )
-    assert known.extrapolated
+    assert known.transfers_extrapolated
 
 
 def test_tiny_messages_cost_latency_and_nothing_costs_nothing() -> None:
@@ -120,7 +120,7 @@ def test_other_groups_codecs_and_models_are_scaled_and_marked_as_extrapolated() 
         Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False
     )
     assert known.codec(Work(CodecSpec("int6:256"), "bfloat16", 1000, 1000)) > 0
-    assert known.extrapolated
+    assert known.transfers_extrapolated
     larger = MODEL.with_(hidden=128, ffn=512)
     block = next(part for part in parts(larger, "block") if part.kind == "block")
     plan = Plan.preset("ddp", nodes=2, local=2)
@@ -334,7 +334,6 @@ def test_a_collective_that_was_not_measured_takes_as_long_as_its_hops() -> None:
     known = rates()
     collectives = ProfiledCollectives(known)
     assert collectives.seconds(Kind.ALL_REDUCE, 2 * MIB, Factor(local=2)) == pytest.approx(2 * (1e-3 + MIB / 1e9))
-    assert collectives.extrapolated
     both = sum(
         known.hop(kind, scope, 2, sent, encoded=False)
         for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)

@@ -10,7 +10,7 @@ import pytest
 from tests.support.paths import ROOT
 
 from thinwire.errors import UsageError
-from thinwire.plan import Chosen, Freedom, Search, choose, profiled_job, replaced_keys, search
+from thinwire.plan import Chosen, Freedom, Search, choose, lossy_codecs, profiled_job, replaced_keys, search
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
@@ -40,11 +40,12 @@ def test_lossy_codecs_need_a_word_of_consent() -> None:
     own = template(micro_batches=1)  # little computation, behind which little traffic hides
     without, allowed = (chosen(free, own=own) for free in (Freedom(), Freedom(codecs="standard")))
     assert all(codec.is_lossless for codec in without.plan.wire.codecs().values())
-    assert without.consent is not None
-    assert "--codecs standard would allow" in without.consent
+    said, used = (lossy_codecs(each.job, each.searched, each.plan) for each in (without, allowed))
+    assert said is not None
+    assert "--codecs standard would allow" in said
     assert not all(codec.is_lossless for codec in allowed.plan.wire.codecs().values())
-    assert allowed.consent is not None
-    assert allowed.consent.startswith("lossy codecs, as --codecs standard allows: ")
+    assert used is not None
+    assert used.startswith("lossy codecs, as --codecs standard allows: ")
     assert allowed.predicted.seconds < without.predicted.seconds
 
 

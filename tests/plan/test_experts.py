@@ -14,9 +14,8 @@ from thinwire.cost import NominalRates, parts, units
 from thinwire.cost.memory.peak import largest_memory
 from thinwire.errors import SpecError
 from thinwire.plan import TrainingJob, search
-from thinwire.plan.experts import sharings
 from thinwire.plan.priced import price_plan
-from thinwire.plan.search import Search
+from thinwire.plan.search import Search, sharings
 from thinwire.program import Lane, Phase, Scope, lower
 from thinwire.sim.axes import exchanged_values
 from thinwire.spec import ClusterSpec, ModelSpec, Plan

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.support.paths import GOLDEN
 
-from thinwire.cost import NominalRates, ProfiledRates
-from thinwire.plan import TrainingJob, candidate, profiled_cluster, search
+from thinwire.cost import NominalRates
+from thinwire.plan import TrainingJob, candidate, search
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
@@ -54,8 +54,8 @@ def job_of(keys: dict[str, Any]) -> TrainingJob:
     if "profile" in keys:
         measured = Profile.read(FOLDER / f"profile-{keys['profile']}.json")
         shape = ModelSpec.parse({"name": keys["model"], "seq": 128, **LAB_MODELS[keys["model"]]})
-        cluster, rates = profiled_cluster(measured), ProfiledRates(measured, shape, "bfloat16")
-        return TrainingJob(shape, cluster, 4 * 128, 128, clip=False, rates=rates, overhead=measured.base_memory)
+        known = {"tokens_per_step": 4 * 128, "compute_dtype": "bfloat16", "margin": 0.0}
+        return TrainingJob.of(shape, 128, None, measured, clip=False, **known)
     shape = ModelSpec.named(keys["model"], **({"seq": keys["seq"]} if "seq" in keys else {}))
     cluster = ClusterSpec.named(keys["cluster"])
     links: dict[str, Any] = {}

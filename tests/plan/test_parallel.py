@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +170,19 @@ def test_memory_is_of_the_rank_that_needs_most() -> None:
     # Heads, channels and tokens are divided; the inputs of matrices are not.
     assert whole.activations / 4 < shared.activations < whole.activations / 2
     assert shared.params == pytest.approx(whole.params / 4, rel=0.01)
+
+
+def test_what_lies_between_matrices_is_whole_without_sequence_parallelism() -> None:
+    """Korthikanti et al. 2022, equations 2 and 4; recomputation keeps the input of each block."""
+    model, ways, seq = ModelSpec.preset("llama-7b"), 8, 2048
+    kept = {}
+    for cut, recompute in itertools.product((True, False), repeat=2):
+        plan = Plan.preset("zero1", nodes=1, local=1, tp=ways, sequence_parallel=cut, recompute=recompute)
+        kept[cut, recompute] = largest_memory(model, plan, seq=seq, overhead=0).activations
+    elsewhere = 2 * model.hidden * seq * (ways - 1) // ways  # bytes of hidden states that are on other ranks
+    # Of four inputs and outputs of norms in a block, torch keeps two whole in both forms.
+    assert kept[False, False] - kept[True, False] == (2 * model.layers + 2) * elsewhere
+    assert kept[False, True] - kept[True, True] == (model.layers + 2 + 2) * elsewhere
 
 
 def test_shared_ranks_pay_with_a_slow_network() -> None:

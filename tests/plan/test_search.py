@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from tests.support.paths import GOLDEN
+from typer.testing import CliRunner, Result
 
+from thinwire.cli.main import app
 from thinwire.cost import NominalRates, ProfiledRates, memory, units
 from thinwire.errors import SpecError
 from thinwire.plan import (
@@ -286,10 +288,8 @@ def test_ties_go_to_fewer_knobs() -> None:
     assert complexity(plain) == 0 < complexity(turned)
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire.cli.main", "plan", *arguments], capture_output=True, text=True, check=False
-    )
+def run_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
 
 
 @pytest.mark.slow
@@ -323,14 +323,13 @@ def test_the_command_says_what_would_fit() -> None:
         "--model", "llama-7b", "--cluster", "v100-16g:2x4", "--tokens-per-step", "32k", "--seq", "2048",
         "--micro-batch", "2", "--recompute", "off", "--json",
     )  # fmt: skip
-    assert result.returncode == 1
+    assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert not any(row["fits"] for row in answer["plans"])
     assert answer["explain"]["infeasible"]["lacking_bytes"] > 0
     assert "nothing fits" in result.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -347,9 +346,8 @@ def test_the_command_says_what_would_fit() -> None:
 def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:
     usual = ["--model", "llama-7b", "--cluster", "a800-80g:1x8", "--tokens-per-step", "32k", "--seq", "4096"]
     result = run_command(*usual, *arguments)
-    assert result.returncode == 1
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.exit_code == 1
+    assert complaint in " ".join(result.stderr.split())
 
 
 @pytest.mark.slow
@@ -358,9 +356,9 @@ def test_plans_for_accelerators_without_bfloat16_compute_in_float16() -> None:
         "--model", "llama-7b", "--cluster", "v100-32g:2x8", "--tokens-per-step", "128k", "--codecs", "lossless",
         "--json",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "plans compute in float16, with loss scaling" in result.stderr
-    assert "mpc and exp3 are left out on GPUs" in result.stderr
+    assert result.exit_code == 0, result.stderr
+    assert "plans compute in float16, with loss scaling" in " ".join(result.stderr.split())
+    assert "mpc and exp3 are left out on GPUs" in " ".join(result.stderr.split())
     plans = [Plan.parse(row["plan"]) for row in json.loads(result.stdout)["plans"]]
     assert {plan.compute_dtype for plan in plans} == {"float16"}
     assert not any(codec in str(plan.wire) for plan in plans for codec in ("exp3", "mpc"))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.paths import ROOT
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from thinwire.cli.main import app
 from thinwire.cli.planning.sim import _plan_fields
@@ -173,10 +171,8 @@ def test_tokens_of_a_step_make_micro_batches_of_every_rank() -> None:
         answer(case(tokens_per_step="4M", micro_batches=16))
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "thinwire.cli.main", "sim", *arguments], capture_output=True, text=True, check=False
-    )
+def run_command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["sim", *arguments])
 
 
 @pytest.mark.slow
@@ -184,7 +180,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     usual = ["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3"]
     picture, trace, plan = tmp_path / "sweep.png", tmp_path / "trace.json", tmp_path / "plan.toml"
     swept = run_command(*usual, "--sweep", "internode_gbps=50,100,200", "--plot", str(picture), "--json")
-    assert swept.returncode == 0, swept.stderr
+    assert swept.exit_code == 0, swept.stderr
     seconds = [row["step_seconds"] for row in json.loads(swept.stdout)]
     assert seconds == sorted(seconds, reverse=True)
     assert len(set(seconds)) == 3
@@ -195,7 +191,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     for row, gpus in zip(rows, (8, 16, 32, 64), strict=True):
         assert row["tgs"] * row["step_seconds"] * gpus == pytest.approx(4 << 20)
     one = run_command(*usual, "--trace", str(trace), "--json")
-    assert one.returncode == 0, one.stderr
+    assert one.exit_code == 0, one.stderr
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
     Plan.preset("zero3", nodes=2, local=8).save(plan)
@@ -210,41 +206,7 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     assert blocking["step_seconds"] > 2 * json.loads(one.stdout)["step_seconds"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ([], "--model and --cluster are missing"),
-        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--sweep", "colour=1,2"], "--sweep colour=1,2 should be"),
-        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plot", "x.png"], "--plot x.png needs --sweep"),
-        (["--model", "llama-7b", "--cluster", "a800-80g:2x8", "--sweep", "gpus=64..8"], "64..8 should go from"),
-    ],
-)
-def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:
-    result = run_command(*arguments)
-    assert result.returncode == 1
-    assert complaint in result.stderr
-    assert "Traceback" not in result.stderr
-
-
 STEP = ("sim", "--model", "llama-7b", "--cluster", "a800-80g:2x8", "--plan", "preset:zero3")
-
-
-@pytest.mark.parametrize(
-    ("sweep", "complaint"),
-    [
-        ("internode_gbps=1..inf", "inf is not a finite number below 1e300"),
-        ("gpus=8..nan", "nan is not a whole number"),
-        ("internode_gbps=1,x", "x is not a number"),
-        ("internode_gbps=1,nan", "nan is not a finite number below 1e300"),
-        (f"gpus=8..{10**400}", "000 is not a finite number below 1e300"),
-        (f"gpus={10**400}", "000 is not a finite number below 1e300"),
-    ],
-)
-def test_a_sweep_has_an_end(sweep: str, complaint: str) -> None:
-    result = CliRunner().invoke(app, [*STEP, "--sweep", sweep])
-    assert result.exit_code == 1
-    assert complaint in result.stderr
 
 
 def test_a_plan_file_has_its_sequences_per_micro_batch_however_long_they_are(tmp_path: Path) -> None:
@@ -286,6 +248,16 @@ def test_settings_disturb_a_step_and_change_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["sim"], "--model and --cluster are missing"),
+        ([*STEP, "--plot", "x.png"], "--plot x.png needs --sweep"),
+        ([*STEP, "--sweep", "colour=1,2"], "--sweep colour=1,2 should be"),
+        ([*STEP, "--sweep", "gpus=64..8"], "64..8 should go from"),
+        ([*STEP, "--sweep", "internode_gbps=1..inf"], "inf is not a finite number below 1e300"),
+        ([*STEP, "--sweep", "gpus=8..nan"], "nan is not a whole number"),
+        ([*STEP, "--sweep", "internode_gbps=1,x"], "x is not a number"),
+        ([*STEP, "--sweep", "internode_gbps=1,nan"], "nan is not a finite number below 1e300"),
+        ([*STEP, "--sweep", f"gpus=8..{10**400}"], "000 is not a finite number below 1e300"),
+        ([*STEP, "--sweep", f"gpus={10**400}"], "000 is not a finite number below 1e300"),
         ([*STEP, "--set", "jitter=2"], "jitter = 2: it should be less than or equal to 1"),
         ([*STEP, "--set", "straggler=0.5"], "straggler = 0.5: it should be greater than or equal to 1"),
         ([*STEP, "--set", "stragler=2"], "stragler"),

@@ -138,33 +138,31 @@ def test_small_micro_batches_fill_the_processor_less() -> None:
     assert rates.codec(Work(CodecSpec("zfp:8"), "float32", 1e9, 1e9)) < 0.1
 
 
+LASSEN: dict[str, Any] = {
+    "model": "gpt-neox-20b", "gpu": "v100-16g", "gpus": 192, "internode_gbps": 100, "seq": 2048, "tp": 4, "pp": 6,
+    "recompute": True, "dtype": "fp16", "plan": "zero1", "micro_batch_tokens": 8192,
+}  # fmt: skip
+
+
 def test_codecs_of_tensor_and_pipeline_parallelism_are_priced() -> None:
-    lassen = {
-        "model": "gpt-neox-20b", "gpu": "v100-16g", "gpus": 192, "internode_gbps": 100, "seq": 2048, "tp": 4, "pp": 6,
-        "recompute": True, "dtype": "fp16", "plan": "zero1", "engine": "mvapich", "micro_batch_tokens": 8192,
-    }  # fmt: skip
     plain, fast, slow, sent = (
-        answer(case(**lassen, wire=wire)).simulated.seconds
+        answer(case(**LASSEN, engine="mvapich", wire=wire)).simulated.seconds
         for wire in ({}, {"tp": "zfp:8"}, {"tp": "mpc"}, {"pp": "zfp:8"})
     )
     # Between neighbours on fast links even a fast codec saves nothing; between nodes it does.
     assert plain < fast < slow
     assert sent < plain
-    alone = {**lassen, "engine": "thinwire", "gpu": "v100-32g", "gpus": 32, "gpus_per_node": 8, "pp": 1}
+    alone = {**LASSEN, "engine": "thinwire", "gpu": "v100-32g", "gpus": 32, "gpus_per_node": 8, "pp": 1}
     blocks, words = (answer(case(**alone, wire={"tp": codec})).simulated.seconds for codec in ("int8:256", "mpc"))
     assert blocks < words
 
 
 def test_an_engine_that_all_reduces_gradients_has_no_codec_for_a_reduce_scatter() -> None:
     """DeepSpeed's ZeRO-1 all-reduces, whatever a reduce-scatter would have; ours reduce-scatters."""
-    lassen = {
-        "model": "gpt-neox-20b", "gpu": "v100-16g", "gpus": 192, "internode_gbps": 100, "seq": 2048, "tp": 4, "pp": 6,
-        "recompute": True, "dtype": "fp16", "plan": "zero1", "micro_batch_tokens": 8192,
-    }  # fmt: skip
     wires = ({"policy": "mzhybrid:8", "scatter": "mpc"}, {"policy": "mzhybrid:8"})
-    table, few = (answer(case(**lassen, engine="mvapich", wire=wire)).simulated.seconds for wire in wires)
+    table, few = (answer(case(**LASSEN, engine="mvapich", wire=wire)).simulated.seconds for wire in wires)
     assert table == few
-    table, few = (answer(case(**lassen, engine="thinwire", wire=wire)).simulated.seconds for wire in wires)
+    table, few = (answer(case(**LASSEN, engine="thinwire", wire=wire)).simulated.seconds for wire in wires)
     assert table > few
 
 
@@ -179,8 +177,7 @@ def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
 def at_once(answered: Answer) -> Memory:
     """Memory on an accelerator that has no room for blocks that are free."""
     engine = ENGINES[answered.case.engine].on(answered.case.gpu, answered.cluster.gpus_per_node)
-    held = units(answered.model, answered.plan)
-    return engine.memory(answered.model, answered.plan, held, seq=answered.model.seq, room=0)
+    return engine.memory(answered.model, answered.plan, room=0)
 
 
 def largest_unit(answered: Answer) -> int:

@@ -16,10 +16,6 @@ from thinwire.spec import ModelSpec, Plan
 ON_HOST: dict[str, Any] = {"residence": {"optimizer": "host-stream"}}
 
 
-def seconds(preset: str, tokens: int, on_host: bool, **changes: Any) -> float:
-    return step_of(Plan.preset(preset, nodes=1, local=8, **(ON_HOST if on_host else {})), tokens, **changes)
-
-
 def step_of(plan: Plan, tokens: int, **changes: Any) -> float:
     fields = {key: str(getattr(plan, key)) for key in ("params", "grads", "optimizer")}
     fields |= {"residence": plan.residence.model_dump()}
@@ -27,15 +23,17 @@ def step_of(plan: Plan, tokens: int, **changes: Any) -> float:
     return answer(Case.parse({**case, **changes})).simulated.seconds
 
 
-def both(preset: str, tokens: int, **residence: str) -> tuple[float, float]:
-    """Seconds of a step with everything on the device, and with something on the host."""
+def both(preset: str, tokens: int, micro_batches: int = 1, **residence: str) -> tuple[float, float]:
+    """Seconds of a step with everything on the device, and with something on the host, usually the states."""
     resident = Plan.preset(preset, nodes=1, local=8)
-    return step_of(resident, tokens), step_of(resident.with_(residence=residence), tokens)
+    hosted = resident.with_(residence=residence or {"optimizer": "host-stream"})
+    return step_of(resident, tokens, micro_batches=micro_batches), step_of(hosted, tokens, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
 def test_a_long_forward_hides_the_copies(preset: str) -> None:
-    assert seconds(preset, 16384, True) <= 1.01 * seconds(preset, 16384, False)
+    resident, hosted = both(preset, 16384)
+    assert hosted <= 1.01 * resident
 
 
 def test_a_long_forward_hides_updates_by_the_host() -> None:
@@ -82,15 +80,15 @@ def test_a_short_step_takes_as_long_as_the_copies() -> None:
         op.size for op in lower(plan, units(ModelSpec.preset("llama-7b"), plan)).operations if op.lane is HostLane.UP
     )
     copies = sent / 28e9  # of an H100, while the others copy too
-    assert seconds("zero1", 512, True) > copies
-    assert seconds("zero1", 512, True) < 1.02 * copies + seconds("zero1", 512, False)
+    resident, hosted = both("zero1", 512)
+    assert copies < hosted < 1.02 * copies + resident
 
 
 def test_more_micro_batches_hide_nothing_more_and_nothing_less() -> None:
     """The copies are those of a step, under the forward of its first micro-batch."""
     late = []
     for count in (1, 4):
-        resident, hosted = (seconds("zero1", 4096, on_host, micro_batches=count) for on_host in (False, True))
+        resident, hosted = both("zero1", 4096, count)
         late.append(hosted - resident)
     assert late[0] == pytest.approx(late[1], rel=0.05)
     assert late[0] > 0

@@ -32,18 +32,8 @@ def check(setup: SmallRun, settings: CampaignSettings) -> None:
     assert verdict.equal, verdict.about
 
 
-@pytest.mark.parametrize("setup", [one for one in setups() if one.group == "preset"], ids=lambda one: one.name)
-def test_every_preset_resumes_bit_by_bit(setup: SmallRun, settings: CampaignSettings) -> None:
-    check(setup, settings)
-
-
-@pytest.mark.parametrize("setup", [one for one in setups() if one.group == "codec"], ids=lambda one: one.name)
-def test_every_codec_resumes_bit_by_bit(setup: SmallRun, settings: CampaignSettings) -> None:
-    check(setup, settings)
-
-
-@pytest.mark.parametrize("setup", [one for one in setups() if one.group == "schedule"], ids=lambda one: one.name)
-def test_every_schedule_resumes_bit_by_bit(setup: SmallRun, settings: CampaignSettings) -> None:
+@pytest.mark.parametrize("setup", setups(), ids=lambda one: f"{one.group}-{one.name}")
+def test_every_preset_codec_and_schedule_resumes_bit_by_bit(setup: SmallRun, settings: CampaignSettings) -> None:
     check(setup, settings)
 
 

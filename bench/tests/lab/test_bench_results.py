@@ -20,10 +20,9 @@ from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
-from thinwire_bench.systems.loss_check import early_losses, refusals
 from thinwire_bench.systems.protocol import TurnRequest
 from thinwire_bench.systems.ratios import goals, ratios
-from thinwire_bench.systems.rows import SystemRow, make_rows
+from thinwire_bench.systems.rows import SystemRow, early_losses, make_rows, refusals
 from thinwire_bench.systems.step_chart import draw
 from thinwire_bench.systems.table import goals_table, tables
 

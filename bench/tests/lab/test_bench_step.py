@@ -6,41 +6,31 @@ import importlib.util
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.cluster import needs_lab
 from tests.support.small import THINWIRE
 
-pytestmark = needs_lab
+pytestmark = [needs_lab, pytest.mark.slow]
 
 
-@pytest.mark.slow
-def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
-    out, picture = tmp_path / "step.json", tmp_path / "step.png"
-    chosen = ["--plans", "zero1-node", "--peers", "local,ddp", "--bandwidth", "none,1gbit", "--model", "llama-1m"]
+def bench_step(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """What the command writes, and what it prints."""
     done = subprocess.run(
-        [
-            *THINWIRE,
-            "bench",
-            "step",
-            *chosen,
-            "--rounds",
-            "1",
-            "--steps",
-            "2",
-            "--json",
-            str(out),
-            "--png",
-            str(picture),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+        [*THINWIRE, "bench", "step", *options, "--json", str(out)],
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "best plan / best peer" in done.stdout
-    content = json.loads(out.read_text())
+    return json.loads(out.read_text(encoding="utf-8")), done.stdout
+
+
+def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
+    picture = tmp_path / "step.png"
+    chosen = ["--plans", "zero1-node", "--peers", "local,ddp", "--bandwidth", "none,1gbit", "--model", "llama-1m"]
+    settings = ["--rounds", "1", "--steps", "2", "--png", str(picture)]
+    content, printed = bench_step(tmp_path / "step.json", *chosen, *settings)
+    assert "best plan / best peer" in printed
     rows = {(row["system"], row["bandwidth"]): row for row in content["rows"]}
     assert set(rows) == {(s, b) for s in ("local", "ddp", "tw:zero1-node") for b in ("none", "1gbit")}
     for (system, bandwidth), row in rows.items():
@@ -58,44 +48,24 @@ def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_every_system_trains_alike(tmp_path: Path) -> None:
-    out = tmp_path / "step.json"
     peers = ["local", "ddp", "zero1", "fsdp2", "hsdp", "hpz"]
     if importlib.util.find_spec("deepspeed"):
         peers += ["deepspeed1", "deepspeed2", "deepspeed3"]
     chosen = ["--plans", "zero1-node,zero1,zero3,hpz", "--peers", ",".join(peers), "--model", "llama-1m"]
     settings = ["--bandwidth", "none", "--clip", "none,1.0", "--rounds", "2"]
-    done = subprocess.run(
-        [*THINWIRE, "bench", "step", *chosen, *settings, "--json", str(out)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [row["loss"] for row in json.loads(out.read_text())["rows"] if row["kind"] != "bound"]
+    content, _ = bench_step(tmp_path / "step.json", *chosen, *settings)
+    losses = [row["loss"] for row in content["rows"] if row["kind"] != "bound"]
     assert len(losses) == 2 * (len(peers) + 3)
     assert max(losses) / min(losses) < 1.01
 
 
-@pytest.mark.parametrize(
-    "plans",
-    [["zeropp", "thinwire"], pytest.param(["zero3", "hpz", "zero1-node", "zeropp-8bit"], marks=pytest.mark.slow)],
-)
-@pytest.mark.slow
+@pytest.mark.parametrize("plans", [["zeropp", "thinwire"], ["zero3", "hpz", "zero1-node", "zeropp-8bit"]])
 def test_links_carry_what_the_program_predicts(tmp_path: Path, plans: list[str]) -> None:
-    out = tmp_path / "step.json"
-    settings = ["--bandwidth", "none", "--rounds", "1", "--steps", "2", "--model", "llama-5m", "--json", str(out)]
-    done = subprocess.run(
-        [*THINWIRE, "bench", "step", "--plans", ",".join(plans), "--peers", "local", *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    chosen = ["--plans", ",".join(plans), "--peers", "local", "--model", "llama-5m"]
+    settings = ["--bandwidth", "none", "--rounds", "1", "--steps", "2"]
+    content, _ = bench_step(tmp_path / "step.json", *chosen, *settings)
+    rows = {row["system"]: row for row in content["rows"]}
     assert rows["local"]["predicted_bytes"] is None
     for plan in plans:
         row = rows[f"tw:{plan}"]

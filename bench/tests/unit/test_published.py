@@ -39,12 +39,10 @@ def test_tables_are_reproduced(table: Table) -> None:
         return (*map(str, shape), row.metric)
 
     for _, group in itertools.groupby(sorted(reproduced, key=alike), key=alike):
-        for one, other in itertools.combinations(group, 2):
+        for one, other in itertools.permutations(group, 2):
             first, second = (each.row.value / 100 if each.in_points else each.row.value for each in (one, other))
             if first > second + CLOSE if one.in_points else first > (1 + CLOSE) * second:
                 assert one.simulated > other.simulated, (one.row.system, other.row.system)
-            if second > first + CLOSE if one.in_points else second > (1 + CLOSE) * first:
-                assert one.simulated < other.simulated, (one.row.system, other.row.system)
 
 
 @pytest.mark.slow

@@ -45,11 +45,6 @@ class Busy(NamedTuple):
         """Seconds if no two operations overlap."""
         return self.codec + self.inside + self.between
 
-    @property
-    def transferring(self) -> float:
-        """Seconds of the busiest kind of link."""
-        return max(self.inside, self.across, self.spine)
-
     def plus(self, other: Busy, count: float = 1.0) -> Busy:
         """The sum of this and ``count`` times ``other``."""
         return Busy(*[mine + count * others for mine, others in zip(self, other, strict=True)])

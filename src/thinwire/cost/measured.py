@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from thinwire.cost.blocks import ModelPart
 from thinwire.cost.collectives import CollectiveTimes
@@ -25,8 +24,10 @@ Quartile = Literal["seconds", "low", "high"]
 
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)
 
-_Key = tuple[object, ...]
-"""Identifies a quantity that was measured at several sizes."""
+_Key = TypeVar("_Key", bound=tuple[object, ...])
+
+_Shape = tuple[str, int, int]
+"""Name of a collective, ranks inside a node, and nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +77,6 @@ def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> 
     return seconds[0] + max(slope, 0.0) * (size - sizes[0])
 
 
-class _Neighbour(NamedTuple):
-    """The measurement nearest to a collective, of a kind, ranks inside a node, and nodes."""
-
-    line: _Measured
-    key: _Key
-    ranks: int
-
-
 class ProfiledRates(Rates):
     """Rates of the cluster that was profiled.
 
@@ -105,17 +98,19 @@ class ProfiledRates(Rates):
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
-        self.transfers_extrapolated = self._scaled_parts = False
+        self.transfers_extrapolated = False
         self.handling = profile.handling.with_(step=profile.step_seconds + profile.handling.step)
-        self._collectives = _CollectiveRows(profile.collectives, profile.crowding, quartile)
-        self._codecs = _by_size(
+        self._lines = _by_shape(profile.collectives, lambda row: getattr(row, quartile))
+        # Seconds by which a transfer holds computation up, over its own.
+        self._loads = _by_shape(profile.collectives, lambda row: profile.crowding * row.processor / row.seconds)
+        self._codecs: dict[tuple[str, str, str], _Measured] = _by_size(
             profile.codecs,
             lambda row: (row.codec, row.dtype, row.work),
             lambda row: row.numel,
             lambda row: getattr(row, quartile),
         )
         self._compute = {part: _of_model(profile, part, model, dtype) for part in ("block", "head", "embedding")}
-        self._beside = _slowdowns(profile, model.hidden, self._collectives)
+        self._beside = _slowdowns(profile, model.hidden, self._lines)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """Interpolated between measured sizes.
@@ -124,12 +119,13 @@ class ProfiledRates(Rates):
         nodes were measured; all groups are taken to be as fast.
         """
         del stride
-        neighbour = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks)
-        outside = neighbour.ranks != ranks or not neighbour.line.covers(sent)
-        self.transfers_extrapolated |= outside or self._collectives.substituted
+        name = profiled_kind(kind, encoded=encoded)
+        nearest = _nearest(self._lines, name, scope, ranks)
+        line, measured = self._lines[nearest], nearest[1] * nearest[2]
+        self.transfers_extrapolated |= (nearest[0], measured) != (name, ranks) or not line.covers(sent)
         # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
-        rounds = 1.0 if neighbour.ranks == ranks else math.log2(ranks) / math.log2(neighbour.ranks)
-        return neighbour.line.seconds(sent) * max(1.0, rounds)
+        rounds = 1.0 if measured == ranks else math.log2(ranks) / math.log2(measured)
+        return line.seconds(sent) * max(1.0, rounds)
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
@@ -154,7 +150,7 @@ class ProfiledRates(Rates):
         """As the slowest measured codec of the same family, or else of any. About a codec of another package, built-in
         ones say nothing: without its family, it has the speed that it declares."""
         name, plugin = str(work.codec), work.codec.plugin is not None
-        lines = [(str(key[0]), line) for key, line in self._codecs.items() if key[2] == way]
+        lines = [(key[0], line) for key, line in self._codecs.items() if key[2] == way]
         family = [
             line
             for other, line in lines
@@ -185,7 +181,6 @@ class ProfiledRates(Rates):
             work, measured = plan.micro_batch * seq * self._model.hidden, float(row.micro_batch * row.seq * row.hidden)
         else:
             work, measured = part.forward_flops(plan.micro_batch * seq, seq), row.flops
-            self._scaled_parts |= not math.isclose(work, measured, rel_tol=0.02)
         return row.forward * work / measured, row.backward * work / measured
 
     def computing_basis(self, part: ModelPart, plan: Plan, seq: int) -> Basis:
@@ -227,9 +222,9 @@ class ProfiledRates(Rates):
         slowdown = self._beside.get(scope, ALONE)
         if not self.profile.crowding:
             return slowdown
-        key = self._collectives.nearest(profiled_kind(kind, encoded=encoded), scope, ranks).key
+        nearest = _nearest(self._lines, profiled_kind(kind, encoded=encoded), scope, ranks)
         # The factor by which computation slows down is the same loss, measured less exactly: it must not count twice.
-        return replace(slowdown, compute=1.0, load=self._collectives.loads[key].share(sent))
+        return replace(slowdown, compute=1.0, load=self._loads[nearest].share(sent))
 
     @property
     def on_processors(self) -> bool:
@@ -241,25 +236,17 @@ class ProfiledRates(Rates):
         """With computation as the profile says that other frameworks perform it."""
         return ProfiledRates(self.profile.of_others(), self._model, self._dtype, self.quartile)
 
-    @property
-    def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside the measured range."""
-        return self._scaled_parts or self.transfers_extrapolated or self._collectives.substituted
-
 
 class ProfiledCollectives(CollectiveTimes):
     """Measured collectives by operator, size and shape of group, every group of the cluster at once.
 
     Args:
         rates: Rates from the profile of the cluster.
-
-    Attributes:
-        extrapolated: Whether any answer so far lies outside the measured sizes and shapes.
     """
 
     def __init__(self, rates: ProfiledRates) -> None:
-        self._rates, self.extrapolated = rates, False
-        self._measured = _CollectiveRows(rates.profile.collectives, rates.profile.crowding, rates.quartile)
+        self._rates = rates
+        self._lines = _by_shape(rates.profile.collectives, lambda row: getattr(row, rates.quartile))
 
     def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
         """Seconds of one collective, from the rows of its operator and its shape of group.
@@ -275,13 +262,10 @@ class ProfiledCollectives(CollectiveTimes):
             return 0.0
         shares = Even(math.ceil(size / mesh.ranks), mesh.ranks)
         steps = hops(kind, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
-        line = self._measured.lines.get((str(kind), mesh.local, mesh.nodes))
+        line = self._lines.get((str(kind), mesh.local, mesh.nodes))
         if line is None:
-            self.extrapolated = True
             return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
-        sent = sum(step.sent for step in steps)
-        self.extrapolated |= not line.covers(sent)
-        return line.seconds(sent)
+        return line.seconds(sum(step.sent for step in steps))
 
 
 class MeasuredLibrary(CollectiveTimes):
@@ -298,7 +282,7 @@ class MeasuredLibrary(CollectiveTimes):
 
     def __init__(self, rates: ProfiledRates) -> None:
         self._rates = rates
-        self._measured = _CollectiveRows(rates.profile.library, rates.profile.crowding, rates.quartile)
+        self._lines = _by_shape(rates.profile.library, lambda row: getattr(row, rates.quartile))
         self._whole_sums = rates.profile.backend == "gloo"
 
     def seconds(self, kind: Kind, size: float, mesh: Factor, stride: int = 1) -> float:
@@ -307,7 +291,7 @@ class MeasuredLibrary(CollectiveTimes):
         ranks = mesh.ranks
         if ranks == 1 or not size:
             return 0.0
-        line = self._measured.lines.get((str(kind), mesh.local, mesh.nodes))
+        line = self._lines.get((str(kind), mesh.local, mesh.nodes))
         if line is not None:
             return line.seconds(size * (ranks - 1) / ranks * (2 if kind is Kind.ALL_REDUCE else 1))
         if self._whole_sums and kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE):
@@ -329,60 +313,42 @@ class MeasuredLibrary(CollectiveTimes):
         return max(across, inside)
 
 
-class _CollectiveRows:
-    """Seconds of collectives, and the share of the processor that they take, by shape of group.
+def _by_shape(rows: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> dict[_Shape, _Measured]:
+    """A figure of collectives that all groups made at once against bytes that a rank sends, by shape."""
+    measured = [row for row in rows if row.groups == "all"]
+    return _by_size(measured, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, value_of)
 
-    Args:
-        measured: The measurements.
-        crowding: Seconds by which computation is delayed for each second of other work of its rank.
-        quartile: Which of the measured seconds to use.
 
-    Attributes:
-        lines: Seconds against bytes that a rank sends, by name of the collective, ranks inside a node, and nodes.
-        loads: The same of the seconds by which a transfer holds computation up, over its own.
-        substituted: Whether any answer so far came from another collective than the one that was asked for.
+def _nearest(known: Mapping[_Shape, _Measured], name: str, scope: Scope, ranks: int) -> _Shape:
+    """The shape of the measurement nearest to a collective, by its name in the profile.
+
+    Raises:
+        SpecError: The profile has no collective over these links.
     """
 
-    def __init__(self, measured: Sequence[CollectiveRow], crowding: float, quartile: Quartile) -> None:
-        rows = [row for row in measured if row.groups == "all"]
-        self.substituted = False
-        of = partial(_by_size, rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent)
-        self.loads = of(lambda row: crowding * row.processor / row.seconds)
-        self.lines = of(lambda row: getattr(row, quartile))
+    def shape(count: int) -> tuple[int, int]:
+        return (count, 1) if scope is Scope.INSIDE else (1, count)
 
-    def nearest(self, name: str, scope: Scope, ranks: int) -> _Neighbour:
-        """The measurement nearest to a collective, by its name in the profile.
-
-        Raises:
-            SpecError: The profile has no collective over these links.
-        """
-
-        def shape(count: int) -> tuple[int, int]:
-            return (count, 1) if scope is Scope.INSIDE else (1, count)
-
-        counts = sorted({key[1] * key[2] for key in self.lines if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
-        for measured_name in (name, "all_gather", "all_to_all", "reduce_scatter"):
-            measured_counts = [count for count in counts if (measured_name, *shape(count)) in self.lines]
-            if measured_counts:
-                nearest = min(measured_counts, key=lambda count: (abs(math.log(count / ranks)), count))
-                self.substituted |= measured_name != name
-                key = (measured_name, *shape(nearest))
-                return _Neighbour(self.lines[key], key, nearest)
-        raise SpecError(
-            "profile",
-            f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget",
-        )
+    for measured_name in (name, "all_gather", "all_to_all", "reduce_scatter"):
+        sizes = {local * nodes for kind, local, nodes in known if kind == measured_name}
+        counts = [count for count in sizes if (measured_name, *shape(count)) in known]
+        if counts:
+            return measured_name, *shape(min(counts, key=lambda count: (abs(math.log(count / ranks)), count)))
+    raise SpecError(
+        "profile",
+        f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget",
+    )
 
 
-def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveRows) -> dict[Scope, Beside]:
+def _slowdowns(profile: Profile, hidden: int, lines: Mapping[_Shape, _Measured]) -> dict[Scope, Beside]:
     """How transfers and computation slow each other down, by links.
 
     What a transfer takes at least depends only on the scheduler, so it is the median of all rows. How much computation
     is held up depends on the model, so only the rows of the nearest width count.
     """
     rows = profile.overlap
-    losses = [_loss(row, profile, collectives) for row in rows if row.delay is not None]
-    losses = losses or [_loss(row, profile, collectives) for row in rows]
+    losses = [_loss(row, profile, lines) for row in rows if row.delay is not None]
+    losses = losses or [_loss(row, profile, lines) for row in rows]
     if not losses:
         return {}
     factor, delay = (statistics.median(values) for values in zip(*losses, strict=True))
@@ -402,7 +368,7 @@ def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveRows) -> d
     return slowdowns
 
 
-def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tuple[float, float]:
+def _loss(row: OverlapRow, profile: Profile, lines: Mapping[_Shape, _Measured]) -> tuple[float, float]:
     """The factor of a row's transfers, and the seconds that they take at least.
 
     A row without the latter was measured with transfers of one size, whose slowdown is taken for the wait that it was.
@@ -411,7 +377,7 @@ def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveRows) -> tu
         return row.transfer, row.delay
     scope = Scope(row.scope)
     ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
-    line = collectives.nearest("all_gather", scope, ranks).line
+    line = lines[_nearest(lines, "all_gather", scope, ranks)]
     return 1.0, math.sqrt(row.transfer**2 - 1) * line.seconds(row.sent)
 
 

@@ -125,11 +125,6 @@ class Rates(ABC):
         """What the seconds of the forward and the backward of a part rest on."""
 
     @property
-    def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside the measured range."""
-        return True
-
-    @property
     def on_processors(self) -> bool:
         """Whether ranks compute on processors, without accelerators."""
         return False
@@ -251,13 +246,17 @@ class NominalRates(Rates):
         if scope is Scope.INSIDE:
             way, share = self._cluster.links.inside, self._efficiency.inside
         else:
-            way = hop_route(self._fabric, kind, ranks, stride)
+            way = self._route(kind, ranks, stride)
             share = self._efficiency.nic / self._cluster.gpus_per_node
         return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
         """As the cluster's leaves and spine imply."""
-        return 0.0 if scope is Scope.INSIDE else hop_route(self._fabric, kind, ranks, stride).load
+        return 0.0 if scope is Scope.INSIDE else self._route(kind, ranks, stride).load
+
+    def _route(self, kind: Kind, ranks: int, stride: int) -> Route:
+        """The route of a hop across nodes. Reductions send from each rank to each other; others go around a ring."""
+        return self._fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
     def codec(self, work: Work) -> float:
         """At its declared speed, if another package adds the codec. Built-in codecs are bound by memory: they read and
@@ -315,11 +314,6 @@ class NominalRates(Rates):
 def _peak(cluster: ClusterSpec, number: int) -> float:
     peaks = cluster.groups[number].peak_flops or cluster.peak_flops
     return max(peaks.get(dtype, 0.0) for dtype in cluster.peak_flops)
-
-
-def hop_route(fabric: Fabric, kind: Kind, ranks: int, stride: int) -> Route:
-    """The route of a hop across nodes. Reductions send from each rank to each other; other hops go around a ring."""
-    return fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
 
 def declared_seconds(codec: CodecSpec, dtype: str, values: float) -> float:

@@ -63,15 +63,12 @@ class Chosen:
         searched: Result of the search.
         plan: The plan of the run: the best of the search, with what the run's own plan keeps.
         predicted: Predicted step and memory of that plan.
-        consent: One sentence about lossy codecs: which are used, or what they would gain if they were allowed; ``None``
-            if there is nothing to say.
     """
 
     job: TrainingJob
     searched: Searched
     plan: Plan
     predicted: PricedPlan
-    consent: str | None
 
 
 def profiled_job(
@@ -130,7 +127,7 @@ def choose(job: TrainingJob, template: Plan, asked: str, *, free: Freedom) -> Ch
             f"{asked}: the best plan fits, but with what the run's plan keeps, such as "
             f"accumulate_dtype = {plan.accumulate_dtype}, it lacks {lacking}; leave them out, or name a plan"
         )
-    return Chosen(job, searched, plan, predicted, lossy_codecs(job, searched, plan))
+    return Chosen(job, searched, plan, predicted)
 
 
 def with_kept(plan: Plan, template: Plan) -> Plan:
@@ -186,7 +183,8 @@ def search_fitting(job: TrainingJob, asked: str) -> Searched:
 
 
 def lossy_codecs(job: TrainingJob, searched: Searched, plan: Plan) -> str | None:
-    """One sentence about lossy codecs: which the plan that was chosen uses by consent, or what they would gain."""
+    """One sentence about lossy codecs: which the plan that was chosen uses by consent, or what they would gain;
+    ``None`` if there is nothing to say."""
     used = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_lossless]
     if used:
         feedback = " with error feedback" if plan.wire.error_feedback else ""

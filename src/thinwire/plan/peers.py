@@ -1,30 +1,46 @@
-"""The nearest configuration of another framework: of what it can do, what fits and is predicted to be fastest."""
+"""The nearest configuration of another framework: of what it can do, what fits and is predicted to be fastest.
+
+Steps are at the same rates as thinwire's own: what differs is what they send, and when. A framework makes one library
+call over the whole group for a unit, where thinwire has two hops; it copies what it gathers and what it reduces; and it
+overlaps what its streams allow. On processors, PyTorch's FSDP and DeepSpeed wait for each call: their overlap is that
+of CUDA's streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from thinwire.cost import (
     GPU_LOSS_CHUNK,
-    CollectiveTimes,
     LibraryCollectives,
     MeasuredLibrary,
     Memory,
+    PricedStage,
     ProfiledRates,
     ZeroSettings,
     largest_memory,
+    library_moves,
     peer_memory,
 )
 from thinwire.errors import UsageError
 from thinwire.plan.priced import AxisSeconds, PricedPlan
 from thinwire.plan.rules import UNCUT, Chain, divided, factors
 from thinwire.plan.training_job import TrainingJob
-from thinwire.sim.peers import peer_step
+from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
+from thinwire.program.stages import Stage
+from thinwire.sim.step import simulate
+from thinwire.sim.workload import Execution
 from thinwire.spec import Factor, Plan
 from thinwire.spec.cut import Cut
 from thinwire.units import format_bytes
+
+_OVERLAPPED: Final = ("gather", "reduce", "sync")
+"""Transfers that all of these frameworks can overlap with computation on CUDA; Megatron-FSDP the spread, too."""
+
+_LARGE: Final = 1 << 16
+"""Elements of a tensor above which DeepSpeed, which gathers tensors one by one, does not keep it whole."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +160,40 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
 
 
 def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
+    """Seconds of a step, played at the job's rates."""
     rates, workload = job.rates, job.workload(plan)
-    calls: CollectiveTimes = LibraryCollectives(job.cluster)
-    if isinstance(rates, ProfiledRates):
-        calls = MeasuredLibrary(rates)
-    step = peer_step(framework, plan, workload, rates, calls)
+    calls = MeasuredLibrary(rates) if isinstance(rates, ProfiledRates) else LibraryCollectives(job.cluster)
+    able = {} if rates.on_processors else {**dict.fromkeys(_OVERLAPPED, True), "spread": framework == "megatron-fsdp"}
+    plan = plan.with_(overlap={name: able.get(name, False) for name in (*_OVERLAPPED, "spread")})
+    large = [sum(tensor.numel >= _LARGE for tensor in part.tensors) for part in workload.parts]
+
+    def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
+        apart = operation.lane is Lane.GATHER and framework == "deepspeed"
+        tensors = sum(large[unit] for unit in operation.units) if apart else 1
+        moves = library_moves(plan, operation, units, rates, calls, whole_sync=False, calls=max(1, tensors))
+        copied = rates.touch(_copied(plan, operation, units)) if moves else 0.0
+        if copied:
+            moves = [*moves, PricedStage(Stage.DECODE, None, copied, copies=True)]
+        return moves
+
+    step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, execution=Execution(pricing))
     axes = AxisSeconds.of(job, plan, workload)
     return step.seconds + axes.idle + axes.messages
+
+
+def _copied(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
+    """Values that are copied for an operation.
+
+    A gather casts the shard, copies it into its place in the buffer, and copies every parameter out of the buffer. A
+    reduction copies gradients into its buffer, and casts the shard of their sums.
+    """
+    whole = float(sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers))
+    local, nodes = axis_shape(plan, operation.axis)
+    shard = whole / (local * nodes)
+    if operation.lane in (Lane.GATHER, Lane.SPREAD):
+        return whole + 2 * shard
+    reduces = operation.lane in (Lane.REDUCE, Lane.SYNC) and operation.axis is not Axis.REPLICA
+    return whole + shard if reduces else 0.0
 
 
 def _memory(job: TrainingJob, framework: str, plan: Plan) -> Memory:

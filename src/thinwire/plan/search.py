@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thinwire.cost import Memory
-from thinwire.plan.experts import expert_candidates
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, complexity
@@ -28,6 +27,9 @@ from thinwire.spec.plan_parts.residence import Residence
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows for comparison."""
+
+SHARDED = ("zero1", "zero2", "zero3", "hsdp")
+"""Presets of which plans that share experts are made."""
 
 RESOLUTION = 0.01
 """The search ends when no plan that was not simulated can be better than the best by more than this share."""
@@ -224,7 +226,8 @@ class Search:
     def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
         for part in self._cuts.values():
-            yield from part.candidates()
+            for group in part.groups():
+                yield from map(group.candidate, range(group.bounds.size))
 
     def plan(self, candidate: Candidate) -> Plan:
         """The full plan of a candidate."""
@@ -236,14 +239,7 @@ class Search:
             return
         candidates = self._cuts.get(UNCUT) or Candidates(self.job, UNCUT, self._pricer)
         for name in CLASSICS:
-            preset = Plan.preset(
-                name,
-                nodes=candidates.mesh.nodes,
-                local=candidates.mesh.local,
-                compute_dtype=self.job.compute_dtype,
-                bucket_bytes=candidates.bucket_bytes,
-            )
-            yield self._best_batch(candidates, preset, name)
+            yield self._best_batch(candidates, _preset(self.job, name, candidates.bucket_bytes), name)
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
@@ -256,7 +252,9 @@ class Search:
             if best is not None and best.fits:
                 if batch.computing + batch.bubble > best.seconds:
                     break
-                if batch.micro_batches >= best.plan.micro_batches:  # fewer may save communication; this computes longer
+                if (
+                    batch.plan.micro_batches >= best.plan.micro_batches
+                ):  # fewer may save communication; this computes longer
                     continue
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
@@ -286,6 +284,12 @@ class Search:
         return any(candidates.smallest(self.job.room) is not None for candidates in cuts)
 
 
+def _preset(job: TrainingJob, name: str, bucket_bytes: int, **fields: Any) -> Plan:
+    """A preset whose ranks are all data-parallel."""
+    fields |= {"compute_dtype": job.compute_dtype, "bucket_bytes": bucket_bytes}
+    return Plan.preset(name, nodes=job.mesh.nodes, local=job.mesh.local, **fields)
+
+
 _TRIED = 8
 """Candidates of a cut to check at most for one that fits with its codecs' messages, before the search goes on."""
 
@@ -298,3 +302,35 @@ def _ranked(candidates: list[PricedPlan], tie: float) -> list[PricedPlan]:
     tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + tie)]
     first = min(tied, key=lambda c: (complexity(c.plan), c.seconds))
     return [first, *(c for c in by_time if c is not first)]
+
+
+# -- plans that share experts, beside those of the search, which give every rank all experts --------------------------
+
+
+def sharings(job: TrainingJob) -> list[int]:
+    """Numbers of ranks that can share the experts of the job's model; empty for a dense model."""
+    experts = job.model.experts or 1
+    return [ways for ways in range(2, experts + 1) if experts % ways == 0 and job.mesh.group(ways) is not None]
+
+
+def expert_candidates(job: TrainingJob, simulations: Simulations, bucket_bytes: int) -> list[PricedPlan]:
+    """The fastest plan that fits for each number of ranks that share experts; plans have no tensor and pipeline
+    parallelism, and no codecs."""
+    found = []
+    for ways in sharings(job):
+        plans = (_preset(job, name, bucket_bytes, ep=ways) for name in SHARDED)
+        fitting = [plan for each in plans for plan in _batched(job, simulations, each)]
+        priced = [simulations.price(job, plan, f"ep {ways}") for plan in fitting]
+        if priced:
+            found.append(min(priced, key=lambda candidate: candidate.seconds))
+    return found
+
+
+def _batched(job: TrainingJob, simulations: Simulations, plan: Plan) -> Iterator[Plan]:
+    """A plan with the largest micro-batch that fits without recomputation, or else with it."""
+    for recompute in job.recomputes:
+        for size, count in sorted(job.batches(), reverse=True):
+            batched = plan.with_(micro_batch=size, micro_batches=count, recompute=recompute)
+            if simulations.memory(job, batched).total <= job.room:
+                yield batched
+                return

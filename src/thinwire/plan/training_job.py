@@ -19,12 +19,12 @@ from thinwire.cost import (
     parts,
     units,
 )
-from thinwire.cost.memory.stages import stage_model, stages
+from thinwire.cost.memory.stages import largest_stage
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Workload
-from thinwire.sim.axes import AxisCosts, sending_ranks
+from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.cut import Cut, cut_problems
 from thinwire.spec.plan import Dtype
@@ -230,11 +230,11 @@ class TrainingJob:
 
     def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
         """Parts of the model on a rank of the largest stage."""
-        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
+        return parts(largest_stage(self.model, plan), plan.granularity, plan.tp, plan.ep)
 
     def units(self, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         """Sharding units on a rank of the largest stage that holds this ``P`` shard."""
-        return units(_largest_stage(self.model, plan), plan, shard)
+        return units(largest_stage(self.model, plan), plan, shard)
 
     def workload(self, plan: Plan) -> Workload:
         """The work of one step on a rank of the largest stage."""
@@ -244,17 +244,7 @@ class TrainingJob:
 
 def axis_costs(job: TrainingJob, plan: Plan) -> AxisCosts:
     """What sharing the model takes under a plan of a job."""
-    calls, crosses = HopCollectives(job.rates), job.cluster.nodes > 1
-    return AxisCosts(plan, job.model, job.seq, job.rates, calls, crosses, sharers=sending_ranks(plan), gathered=False)
-
-
-def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
-    """The model as seen by the pipeline rank with the most work.
-
-    That is the last one: it has as many blocks as any other, and the head. It is given the first stage's embedding too.
-    The embedding computes nothing, so that the time covers both ends of the pipeline.
-    """
-    return model if plan.pp == 1 else stage_model(model, stages(model.layers, plan)[-1].blocks)
+    return AxisCosts(plan, job.model, job.seq, job.rates, HopCollectives(job.rates), job.cluster.nodes > 1)
 
 
 def _candidate_cuts(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:

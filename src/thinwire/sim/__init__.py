@@ -3,7 +3,7 @@
 A player performs a program on a clock (``player.py``, ``lanes.py``, ``clock.py``), with the work of each unit
 (``workload.py``), and plays only some of many equal blocks (``repetition.py``). ``step.py`` makes a step of that.
 ``axes.py`` adds what tensor, pipeline, expert and context parallelism cost. Cases (``cases.py``) are steps of an engine
-(``engine.py``): thinwire's own, or one that a package adds; ``peers.py`` has other frameworks at thinwire's rates.
+(``engine.py``): thinwire's own, or one that a package adds.
 """
 
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases

@@ -44,8 +44,8 @@ class AxisCosts:
         rates: Seconds of hops and codecs.
         calls: Seconds of collectives.
         crosses: Whether the next stage of a pipeline is on another node.
-        sharers: Number of tensor-parallel ranks that each send a part of a message between stages.
-        gathered: Whether the receiving ranks gather the parts; otherwise the sequence stays split between them.
+        sharers: Number of tensor-parallel ranks that each send a part of a message between stages, which the receiving
+            ones gather; ``None``: as in thinwire, whose ranks keep a sequence as the plan splits it.
     """
 
     plan: Plan
@@ -54,8 +54,7 @@ class AxisCosts:
     rates: Rates
     calls: CollectiveTimes
     crosses: bool = False
-    sharers: int = 1
-    gathered: bool = True
+    sharers: int | None = None
 
     def exchanges(self, parts: Sequence[ModelPart]) -> tuple[float, ...]:
         """Seconds of all exchanges of each part; empty if the plan has no such ranks."""
@@ -138,20 +137,15 @@ class AxisCosts:
         """Seconds to send a micro-batch's activations, or their gradients, to the next stage."""
         plan, codec, dtype = self.plan, used_codec(self.plan, "pp"), self.plan.compute_dtype
         values = plan.micro_batch * self.seq * self.model.hidden
-        part = values / self.sharers
+        part = values / (self.sharers or (plan.tp if plan.sequence_parallel else 1))
         pair = Factor(nodes=2) if self.crosses else Factor(local=2)
         # The nodes of a stage are adjacent, so the distance to the next stage is a stage's number of nodes.
         seconds = self.calls.seconds(Kind.BROADCAST, part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
         if not codec.is_none:
             seconds += self.rates.codec(Work(codec, dtype, encoded=part, decoded=part))
-        if not self.gathered:
+        if self.sharers is None:
             return seconds
         return seconds + self.calls.seconds(Kind.ALL_GATHER, values * ITEMSIZE[dtype], Factor(local=self.sharers))
-
-
-def sending_ranks(plan: Plan) -> int:
-    """Number of tensor-parallel ranks that each send their tokens to thinwire's next stage; 1 if each sends all."""
-    return plan.tp if plan.sequence_parallel else 1
 
 
 def exchanged_values(part: ModelPart, plan: Plan, seq: int, hidden: int) -> float:

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from thinwire.cost import OVERHEAD, Memory, kept_activations, largest_memory, parts, units
+from thinwire.cost import Memory, kept_activations, parts, units
+from thinwire.cost.memory.stages import largest_stage
 from thinwire.errors import SpecError
 from thinwire.program import Lane, node_order
 from thinwire.sim.engine import Engine, engines
@@ -18,12 +19,8 @@ from thinwire.sim.step import Simulated
 from thinwire.sim.workload import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan, mean_peak
 from thinwire.spec.base import Count, Flag, Positive, Spec
-from thinwire.spec.cut import Cut, cut_problems, stage_problems
 from thinwire.spec.machines.accelerators import ACCELERATORS
 from thinwire.units import parse_count
-
-_OURS: Final = "thinwire"
-"""The engine whose runtime refuses some plans; other systems have other rules."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -70,7 +67,7 @@ class Case(Spec):
     tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
     pp: Count = Field(default=1, description="pipeline stages")
     engine: str = Field(
-        default=_OURS, description="system that performs the step: thinwire, or one that a package adds"
+        default="thinwire", description="system that performs the step: thinwire, or one that a package adds"
     )
     plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
     wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
@@ -195,27 +192,19 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> A
     cluster, model = _cluster(case), _model(case)
     engine = _engine(case).on(_gpu(case, cluster), cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
-    problems = stage_problems(plan) + cut_problems(model, model.seq, Cut.of(plan))
-    if problems and case.engine == _OURS:
+    if problems := engine.refusals(plan, model):
         raise SpecError(_what(case), problems)
     cluster = cluster.in_order(node_order(plan))
-    # The stage with the most work: it has as many blocks as any other, and the head.
-    stage = model.with_(layers=-(-model.layers // plan.pp))
-    infos = units(stage, plan)
+    stage = largest_stage(model, plan)
     cut = parts(stage, plan.granularity, plan.tp)
     kept = kept_activations(stage, plan, cut, seq=model.seq) if trace else ()
-    workload = Workload(cut, infos, model.seq, clip=True, kept=kept)
+    workload = Workload(cut, units(stage, plan), model.seq, clip=True, kept=kept)
     machine = slowed.cluster(cluster)
     # Of unlike nodes, the step is as the slowest of them see it.
     groups: Sequence[int | None] = range(len(machine.groups)) or (None,)
     steps = [engine.step(plan, workload, machine, model, group=group, trace=trace) for group in groups]
     simulated = max(steps, key=lambda step: step.seconds)
-    if case.engine == _OURS:
-        needed = largest_memory(model, plan, seq=model.seq, overhead=OVERHEAD)
-    else:
-        # The last stage holds the head; the first one holds the embedding.
-        held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
-        needed = engine.memory(stage, plan, held, seq=model.seq, room=cluster.memory)
+    needed = engine.memory(model, plan, room=cluster.memory)
     outside = engine.extrapolates(_gpu(case, cluster), cluster.gpus)
     return Answer(case, model, cluster, plan, simulated, needed, outside)
 
@@ -296,15 +285,12 @@ def _micro_batches(case: Case, mesh: Factor, model: ModelSpec) -> int:
 
 
 def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
-    if cluster.gpus_per_node % case.tp:
-        raise SpecError(_what(case), f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node")
-    stages_inside = case.pp if cluster.nodes == 1 else 1
-    local, nodes = cluster.gpus_per_node // case.tp, cluster.nodes * stages_inside // case.pp
-    if local % stages_inside or cluster.nodes * stages_inside % case.pp:
-        raise SpecError(
-            _what(case), f"pp = {case.pp} does not divide the {cluster.nodes} nodes (of one node, its GPUs)"
-        )
-    mesh = Factor(local=local // stages_inside, nodes=nodes)
+    local, nodes = cluster.gpus_per_node, cluster.nodes
+    try:
+        mesh = Factor(local=local, nodes=nodes).data_parallel(case.tp, case.pp)
+    except SpecError:
+        problem = f"tp = {case.tp} and pp = {case.pp} do not divide {nodes} nodes of {local} GPUs"
+        raise SpecError(_what(case), problem) from None
     fields: dict[str, Any] = {
         "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
         "micro_batches": _micro_batches(case, mesh, model),

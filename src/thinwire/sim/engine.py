@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
-from thinwire.cost import LibraryCollectives, Memory, NominalRates, memory
-from thinwire.program import UnitInfo
-from thinwire.sim.axes import AxisCosts, pass_seconds, sending_ranks
+from thinwire.cost import OVERHEAD, LibraryCollectives, Memory, NominalRates, largest_memory
+from thinwire.sim.axes import AxisCosts, pass_seconds
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution, Workload
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
+from thinwire.spec.cut import Cut, cut_problems, stage_problems
 
 GROUP = "thinwire.engines"
 """Entry points of mappings from names to engines."""
@@ -51,11 +51,15 @@ class Engine:
         """The plan without the overlap that this engine cannot do."""
         return plan
 
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
-        """Bytes per rank of a stage; ``room`` is the accelerator's, for systems whose allocators keep what they could
-        return."""
+    def refusals(self, plan: Plan, model: ModelSpec) -> list[str]:
+        """One sentence for each reason for which it does not train a model under a plan."""
+        return stage_problems(plan) + cut_problems(model, model.seq, Cut.of(plan))
+
+    def memory(self, model: ModelSpec, plan: Plan, *, room: int) -> Memory:
+        """Bytes on the rank that needs the most, with the model's sequences; ``room`` is the accelerator's, for systems
+        whose allocators keep what they could return."""
         del room
-        return memory(model, plan, units, seq=seq)
+        return largest_memory(model, plan, seq=model.seq, overhead=OVERHEAD)
 
     def step(
         self,
@@ -71,8 +75,7 @@ class Engine:
         group whose nodes see the step. Tensor-parallel sums and messages between stages are the library's calls."""
         rates = NominalRates(cluster, plan.compute_dtype, group=group)
         calls = LibraryCollectives(cluster, group=group)
-        crosses, ways = cluster.nodes > 1, sending_ranks(plan)
-        costs = AxisCosts(plan, model, workload.seq, rates, calls, crosses, sharers=ways, gathered=False)
+        costs = AxisCosts(plan, model, workload.seq, rates, calls, cluster.nodes > 1)
         step = step_with_axes(costs, workload, trace=trace)
         return replace(step, seconds=step.seconds + costs.awaited)  # as Torch's schedules wait for every message
 

@@ -41,7 +41,6 @@ class Simulated:
         spans: Spans of the measured step; empty without tracing.
         levels: Memory over time in addition to model states: gathered parameters, gradients in flight, and activations;
             empty without tracing.
-        extrapolated: Whether any rate lies outside the measured range.
     """
 
     seconds: float
@@ -50,7 +49,6 @@ class Simulated:
     busy: Mapping[Resource, float]
     spans: tuple[Span, ...] = ()
     levels: tuple[Level, ...] = ()
-    extrapolated: bool = False
 
 
 def simulate(
@@ -170,7 +168,6 @@ def _simulated(player: Player, rates: Rates) -> Simulated:
         busy=busy,
         spans=tuple(player.lanes.spans or ()),
         levels=tuple(player.lanes.levels),
-        extrapolated=rates.extrapolated,
     )
 
 

@@ -125,17 +125,21 @@ def test_what_was_expected_of_other_steps_is_not_this_runs(tmp_path: Path) -> No
         assert (read_run(tmp_path / "run").expected is not None) == known
 
 
+def amounts_of(plan: Plan, profile: Profile) -> tuple[planner.PricedPlan, dict[str, float]]:
+    """A plan with its price, and every figure that is expected of it."""
+    job = planner.profiled_job(MODEL, 128, plan, profile, clip=True)
+    priced = planner.price_plan(job, plan)
+    return priced, {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
+
+
 def test_what_is_expected_fits_the_step_that_is_predicted() -> None:
     own = Plan.preset("thinwire", nodes=2, local=2, micro_batch=2, micro_batches=4)
-    job = planner.profiled_job(MODEL, 128, own, Profile.read(PROFILE), clip=True)
-    priced = planner.price_plan(job, own)
-    amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
+    _, amounts = amounts_of(own, Profile.read(PROFILE))
     waiting = sum(amount for name, amount in amounts.items() if name.startswith("waiting for "))
     assert amounts["step"] == pytest.approx(amounts["computation"] + waiting)
     assert amounts["codecs of reduce"] > 0
     assert amounts["codecs of control"] == 0
-    exact = planner.price_plan(job, own.uncompressed())
-    plain = {figure.name: figure.amount for figure in planner.expectation(job, exact).figures}
+    _, plain = amounts_of(own.uncompressed(), Profile.read(PROFILE))
     assert plain["codecs of sync"] == 0
     assert plain["transfers of sync"] > amounts["transfers of sync"]
 
@@ -145,9 +149,7 @@ def test_waiting_for_states_on_the_host_is_not_computation() -> None:
     residence = {"optimizer": "host-stream", "gradients": "host", "params": "host"}
     hosted = Plan.preset("zero3", nodes=2, local=2, residence=residence)
     slow = Profile.read(PROFILE).with_(up_seconds=3e-8, down_seconds=3e-8)
-    job = planner.profiled_job(MODEL, 128, hosted, slow, clip=True)
-    priced = planner.price_plan(job, hosted)
-    amounts = {figure.name: figure.amount for figure in planner.expectation(job, priced).figures}
+    priced, amounts = amounts_of(hosted, slow)
     assert sum(amounts[f"waiting for {lane}"] for lane in HostLane) > 0
     assert amounts["computation"] == pytest.approx(priced.seconds - sum(priced.simulated.exposed.values()))
 
@@ -157,8 +159,7 @@ def test_bytes_are_the_mean_over_ranks_with_unequal_shares(params: tuple[int, in
     """Whole tensors have one owner each, so that ranks send different bytes."""
     local, nodes = params
     plan = Plan.preset("zero2", nodes=2, local=2, partition="inter", params=Factor(local=local, nodes=nodes))
-    job = planner.profiled_job(MODEL, 128, plan, Profile.read(PROFILE), clip=True)
-    amounts = {figure.name: figure.amount for figure in planner.expectation(job, planner.price_plan(job, plan)).figures}
+    _, amounts = amounts_of(plan, Profile.read(PROFILE))
     of_ranks = []
     for position in range(4):
         held = units(MODEL, plan, axis_index(plan, Axis.PARAMS, position))
@@ -183,8 +184,7 @@ def test_bytes_of_very_many_unlike_ranks_are_left_out() -> None:
 def test_exchanges_of_islands_are_expected_as_often_as_a_step_has_them() -> None:
     islands = {"count": 2, "every": 4, "fragments": 2}
     plan = Plan.preset("islands", nodes=2, local=2, islands=islands)
-    job = planner.profiled_job(MODEL, 128, plan, Profile.read(PROFILE), clip=True)
-    amounts = {figure.name: figure.amount for figure in planner.expectation(job, planner.price_plan(job, plan)).figures}
+    _, amounts = amounts_of(plan, Profile.read(PROFILE))
     both = lower(plan, units(MODEL, plan), clip=True, fragments=(0, 1)).traffic()[Lane.OUTER]
     assert amounts["outer across"] == both[Scope.ACROSS] / 4 > 0
     assert amounts["transfers of outer"] > 0

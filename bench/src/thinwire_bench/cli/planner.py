@@ -15,6 +15,8 @@ from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
 from thinwire_bench.cli.shared import (
     Hosts,
+    JsonPath,
+    Page,
     Ranks,
     Timeout,
     checked_model,
@@ -58,10 +60,8 @@ class PlannerOptions:
         ),
     ] = None
     timeout: Timeout = 600.0
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.")] = None
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
-    ] = None
+    json_path: JsonPath = None
+    page: Page = None
 
 
 @expand_options

@@ -12,7 +12,7 @@ import typer
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import UsageError
-from thinwire_bench.cli.shared import insert_into, markdown, show
+from thinwire_bench.cli.shared import Page, insert_into, markdown, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +32,7 @@ class ReproduceOptions:
         ),
     ] = "all"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.")
-    ] = None
+    page: Page = None
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.")] = None
 
 

@@ -15,6 +15,7 @@ from thinwire.cli.terminal.options import expand_options
 from thinwire.errors import SpecError
 from thinwire_bench.cli.shared import (
     Hosts,
+    JsonPath,
     Ranks,
     Timeout,
     checked_model,
@@ -59,9 +60,7 @@ class StepOptions:
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
     model: Annotated[str, typer.Option(help="Model: llama-59m, llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     timeout: Timeout = 600.0
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows, ratios and environment.")
-    ] = None
+    json_path: JsonPath = None
     png_path: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw the rows.")] = None
 
 

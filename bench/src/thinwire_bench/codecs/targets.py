@@ -19,14 +19,11 @@ TARGET_DIRECTIONS = ("encode", "decode")
 """The directions that are timed with every instruction set."""
 
 
-def known_targets() -> list[str]:
-    """Instruction sets that this processor supports, the plainest first."""
-    return _native.targets()
+known_targets = _native.targets
+"""Instruction sets that this processor supports, the plainest first."""
 
-
-def native_target() -> str:
-    """The instruction set that codecs of the backend ``cpp`` use."""
-    return _native.target()
+native_target = _native.target
+"""The instruction set that codecs of the backend ``cpp`` use."""
 
 
 @contextmanager

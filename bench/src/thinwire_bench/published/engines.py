@@ -24,6 +24,7 @@ from thinwire.cost import (
     memory,
     parts,
 )
+from thinwire.cost.memory.stages import held_units, largest_stage, stages
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.program.wire import ITEMSIZE, reduction_codecs, used_codec
@@ -115,16 +116,25 @@ class PublishedEngine(Engine):
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
 
-    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int, room: int) -> Memory:
+    def refusals(self, plan: Plan, model: ModelSpec) -> list[str]:
+        """None: its rules are not thinwire's."""
+        del plan, model
+        return []
+
+    def memory(self, model: ModelSpec, plan: Plan, *, room: int) -> Memory:
         """Bytes per rank that its allocator takes: all that a step ever uses at once or after another, as far as there
         is room, because blocks that are freed do not fit what comes next and stay; at least what is used at once."""
         dtype = "float16" if self.messages else plan.compute_dtype
-        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS)
+        stage, last = largest_stage(model, plan), stages(model.layers, plan)[-1]
+        held = held_units(stage, plan, last)
+        needed = memory(
+            stage, plan, held, seq=model.seq, states=self.states, overhead=self.overhead, loss_chunk=_ALL_LOGITS
+        )
         keeps = self.keeps_gathered and plan.secondary is not None and plan.micro_batches > 1
         if keeps:
-            needed = replace(needed, gathered=sum(unit.nbytes for unit in units))
-        unit = max(sum(buffer.numel for buffer in unit.buffers) for unit in units)
-        tensor = max(tensor.numel for part in parts(model, plan.granularity, plan.tp) for tensor in part.tensors)
+            needed = replace(needed, gathered=sum(unit.nbytes for unit in held))
+        unit = max(sum(buffer.numel for buffer in unit.buffers) for unit in held)
+        tensor = max(tensor.numel for part in parts(stage, plan.granularity, plan.tp) for tensor in part.tensors)
         used = replace(needed, gathered=self._gathered_at_once(plan, needed.gathered, tensor, keeps))
         share, itemsize = needed.optimizer // self.states.optimizer, ITEMSIZE[dtype]
         fixed = used.total - used.buffers - used.logits

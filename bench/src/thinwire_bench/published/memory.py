@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from thinwire.cost import OVERHEAD, units
+from thinwire.cost import OVERHEAD
 from thinwire.sim import Answer, Case
 from thinwire_bench.published import zeropp
 from thinwire_bench.published.calibration import PublishedRow
@@ -63,8 +63,7 @@ _ONE = {"local": 1, "nodes": 1}
 def _allocated(answer: Answer) -> int:
     """Bytes of tensors at once: with no room for more, and without what holds no tensors."""
     engine = ENGINES[answer.case.engine].on(answer.case.gpu, answer.cluster.gpus_per_node)
-    held = units(answer.model, answer.plan)
-    return engine.memory(answer.model, answer.plan, held, seq=answer.model.seq, room=0).total - OVERHEAD
+    return engine.memory(answer.model, answer.plan, room=0).total - OVERHEAD
 
 
 def _held(answer: Answer) -> int:

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from thinwire.cost import ProfiledRates, largest_memory
+from thinwire.cost import largest_memory
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job
@@ -226,19 +226,10 @@ def _add(plans: dict[str, Plan], plan: Plan, label: str) -> str:
 
 
 def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> TrainingJob:
-    shape, cluster = setup.shape(model), profiled_cluster(profile)
-    return TrainingJob(
-        shape,
-        cluster if cap is None else cluster.with_(memory=cap),
-        setup.nodes * setup.ranks * setup.seq,
-        setup.seq,
-        micro_batch=1,
-        recompute=False,
-        clip=False,
-        rates=ProfiledRates(profile, shape, "bfloat16"),
-        overhead=profile.base_memory,
-        margin=profile.memory_margin,
-    )
+    cluster, tokens = profiled_cluster(profile), setup.nodes * setup.ranks * setup.seq
+    cluster = cluster if cap is None else cluster.with_(memory=cap)
+    kept: dict[str, Any] = {"micro_batch": 1, "recompute": False, "clip": False, "compute_dtype": "bfloat16"}
+    return TrainingJob.of(setup.shape(model), setup.seq, cluster, profile, tokens_per_step=tokens, **kept)
 
 
 def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Profile]) -> list[Setting]:

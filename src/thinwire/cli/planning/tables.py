@@ -161,7 +161,7 @@ def row_json(job: TrainingJob, number: int, row: PricedPlan) -> dict[str, Any]:
         "fits": row.fits,
         "label": row.label,
         "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
-        "extrapolated": row.simulated.extrapolated,
+        "extrapolated": basis.step == "extrapolated",
         "basis": {"step": basis.step, "computation": basis.computation, "transfers": basis.transfers},
     }
 

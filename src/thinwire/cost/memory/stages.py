@@ -78,6 +78,15 @@ def stage_model(model: ModelSpec, blocks: int) -> ModelSpec:
     return model if blocks == model.layers else model.with_(layers=blocks)
 
 
+def largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
+    """The model as seen by the pipeline rank with the most work.
+
+    That is the last one: it has as many blocks as any other, and the head. It is given the first stage's embedding too.
+    The embedding computes nothing, so that the time covers both ends of the pipeline.
+    """
+    return model if plan.pp == 1 else stage_model(model, stages(model.layers, plan)[-1].blocks)
+
+
 def held_units(model: ModelSpec, plan: Plan, stage: PipelineShare) -> list[UnitInfo]:
     """Units of one rank, for a model with the rank's number of blocks. The first rank has the embedding and the last
     rank has the head."""

@@ -84,7 +84,7 @@ def compare(run: Path, profile: Profile) -> RunComparison:
         DataError: The run has too few steps, or no tokenizer.
         SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
     """
-    record = checked_run(run)
+    record = read_run(run)
     job = job_of(record, profile)
     return compare_expected(record, expectation(job, price_plan(job, record.plan)))
 
@@ -95,8 +95,7 @@ def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
     Raises:
         DataError: The run has too few steps.
     """
-    _check_steps(run)
-    rows = steady(run)
+    rows = enough_rows(run)
     quantities = []
     for figure in expected.figures:
         measured = measured_figure(figure.name, rows, run.plan.ranks)
@@ -105,24 +104,11 @@ def compare_expected(run: RunRecord, expected: Expectation) -> RunComparison:
     return RunComparison(tuple(quantities), sum(count for _, count in rows))
 
 
-def checked_run(run: Path) -> RunRecord:
-    """Read the directory of a run of ``thinwire train`` that is long enough to compare.
+def enough_rows(run: RunRecord) -> Rows:
+    """The steady records of a run.
 
     Raises:
-        UsageError: The directory does not hold a run.
-        DataError: The run has too few steps.
-        SpecError: The plan or the recipe cannot be read.
-    """
-    record = read_run(run)
-    _check_steps(record)
-    return record
-
-
-def _check_steps(run: RunRecord) -> None:
-    """Refuse a run that is too short to compare.
-
-    Raises:
-        DataError: It has too few records under its plan.
+        DataError: It is too short to compare: there are too few records under its plan.
     """
     before_plan = began(run.starts)
     present = [record for record in run.records if record["step"] > before_plan]
@@ -131,6 +117,7 @@ def _check_steps(run: RunRecord) -> None:
             f"{run.path / 'metrics.jsonl'} has {len(present)} records of the run's plan, and the first {WARM_UP} do "
             "not count; train longer"
         )
+    return steady(run)
 
 
 def job_of(run: RunRecord, profile: Profile) -> TrainingJob:

@@ -9,12 +9,12 @@ from typing import Final
 
 import numpy as np
 
-from thinwire.plan.after.compare import checked_run, job_of, measured_figure
+from thinwire.plan.after.compare import enough_rows, job_of, measured_figure
 from thinwire.plan.after.culprit import measured_parts
 from thinwire.plan.after.expected import CODECS, COMPUTATION, MEMORY, STEP, TRANSFERS, WAITING, lane_seconds, times
 from thinwire.plan.priced import price_plan
 from thinwire.program import Scope
-from thinwire.record import RunRecord, steady
+from thinwire.record import RunRecord, read_run, steady
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import CodecRow, CollectiveRow, Profile
 
@@ -52,7 +52,7 @@ def refit(run: Path, profile: Profile) -> Refit:
 
     Arguments and errors are those of :func:`~thinwire.plan.after.compare.compare`.
     """
-    record = checked_run(run)
+    record = read_run(run)
     found = _fitted_figures(record, profile)
     fitted, factors, error = profile, dict[str, float](), _error(record, profile, found)
     for _ in range(_ROUNDS):
@@ -88,7 +88,7 @@ def _with_memory(run: RunRecord, profile: Profile) -> Profile:
 
 def _fitted_figures(run: RunRecord, profile: Profile) -> dict[str, float]:
     """What parts are fitted to, and the step: as a run measured them, without the lag of a slow rank in transfers."""
-    rows, ranks = steady(run), run.plan.ranks
+    rows, ranks = enough_rows(run), run.plan.ranks
     parts = measured_parts(rows, ranks)
     step = measured_figure(STEP, rows, ranks) or 0.0
     of_lanes = {name: parts[name] for name in parts if name.startswith((TRANSFERS, CODECS)) and parts[name]}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from thinwire.cost import ProfiledRates
 from thinwire.cost.memory.peak import largest_memory
 from thinwire.errors import SpecError
-from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search, seconds_by_reducing
+from thinwire.plan.amsp.solver import AmspPlan, amsp_plan, amsp_search
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.search import best_plans
 from thinwire.plan.training_job import TrainingJob
@@ -104,7 +104,7 @@ def _under_both(job: TrainingJob, step: PricedPlan) -> UnderBoth:
     wide = largest_memory(
         job.model, plan.with_(accumulate_dtype="float32"), seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk
     )
-    return UnderBoth(step, amsp_plan(job, plan), seconds_by_reducing(job, plan), wide.total)
+    return UnderBoth(step, *amsp_plan(job, plan), wide.total)
 
 
 def _differences(

@@ -83,7 +83,8 @@ def amsp_search(job: TrainingJob, *, top: int | None = None, contention: bool = 
             or data parallelism alone cannot train the batch.
     """
     space = _Space(job, contention)
-    paper = [space.priced(choice) for choice in space.choices_of(_paper_chain(job))]
+    chain = _paper_chain(job)
+    paper = [space.priced(chain, recompute) for recompute in job.recomputes] if chain else []
     awaited = any(plan.fits for plan in paper)
     rows: list[AmspPlan] = []
     for plan in _ranked(space.fitting()):
@@ -98,38 +99,12 @@ def amsp_search(job: TrainingJob, *, top: int | None = None, contention: bool = 
     return rows
 
 
-def amsp_plan(job: TrainingJob, plan: Plan) -> AmspPlan:
+def amsp_plan(job: TrainingJob, plan: Plan) -> tuple[AmspPlan, float]:
     """A plan without tensor and pipeline parallelism under AMSP's objective: its factors, batch and recomputation. A
-    secondary shard does not count."""
-    space = _space_of(job, plan)
-    return space.priced(space.choices_of(_chain_of(plan))[0])
-
-
-def seconds_by_reducing(job: TrainingJob, plan: Plan) -> float:
-    """What T_g and T_os0 would be if gradients were reduced to the ranks that keep them, at the prices of the sum."""
-    return _space_of(job, plan).sums.reducing(_chain_of(plan))
-
-
-def _space_of(job: TrainingJob, plan: Plan) -> _Space:
-    """The plans with the batch and the recomputation of a plan."""
-    return _Space(replace(job, micro_batch=plan.micro_batch, recompute=plan.recompute), contention=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _ChainChoice:
-    """A chain of factors with or without recomputation, and its objective.
-
-    Attributes:
-        chain: Factors of ``P``, ``G`` and ``OS``.
-        recompute: Whether blocks are recomputed in the backward.
-        times: Seconds of communication.
-        objective: The sum to minimise, in seconds: communication, and recomputation.
-    """
-
-    chain: Chain
-    recompute: bool
-    times: AmspTimes
-    objective: float
+    secondary shard does not count. And what T_g and T_os0 would be if gradients were reduced to the ranks that keep
+    them, at the prices of the sum."""
+    space = _Space(replace(job, micro_batch=plan.micro_batch, recompute=plan.recompute), contention=True)
+    return space.priced(_chain_of(plan), plan.recompute), space.sums.reducing(_chain_of(plan))
 
 
 class _Space:
@@ -164,52 +139,44 @@ class _Space:
 
     def fitting(self) -> Iterator[AmspPlan]:
         """Every plan that fits, in the order of its objective."""
-        for choice in self._in_order():
-            if self._least_bytes(choice) <= self._room and (plan := self.priced(choice)).fits:
+        for _, chain, recompute in self._in_order():
+            if self._least_bytes(chain, recompute) <= self._room and (plan := self.priced(chain, recompute)).fits:
                 yield plan
 
-    def _in_order(self) -> list[_ChainChoice]:
-        """Chains whose ``P`` may fit, best first. Even a million ranks have no more than some thousand of them."""
+    def _in_order(self) -> list[tuple[float, Chain, bool]]:
+        """Chains whose ``P`` may fit, without and with recomputation, and their objective, best first. Even a million
+        ranks have no more than some thousand of them."""
         choices = [
-            choice
+            (self.sums.times(chain).total + seconds, chain, recompute)
             for params, optimizer in chain_ends(self._job.mesh)
             if self._may_fit(params)
-            for grads in dict.fromkeys((params, optimizer))
-            for choice in self.choices_of((params, grads, optimizer))
+            for chain in dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
+            for recompute, seconds in self._recomputing.items()
         ]
-        return sorted(choices, key=lambda choice: choice.objective)
+        return sorted(choices, key=lambda choice: choice[0])
 
-    def choices_of(self, chain: Chain | None) -> list[_ChainChoice]:
-        """A chain without and with recomputation, as far as the job allows; empty without a chain."""
-        if chain is None:
-            return []
-        times = self.sums.times(chain)
-        return [_ChainChoice(chain, recompute, times, times.total + seconds)
-                for recompute, seconds in self._recomputing.items()]  # fmt: skip
-
-    def priced(self, choice: _ChainChoice) -> AmspPlan:
+    def priced(self, chain: Chain, recompute: bool) -> AmspPlan:
         """A plan with its memory."""
-        params, grads, optimizer = choice.chain
+        params, grads, optimizer = chain
         plan = self._base.with_(
             params=params,
             grads=grads,
             optimizer=optimizer,
-            recompute=choice.recompute,
-            **engine_fields("amsp", recompute=choice.recompute),
+            recompute=recompute,
+            **engine_fields("amsp", recompute=recompute),
         )
         needed = self._memory(plan, share=self._share(params, optimizer))
-        again = self._recomputing[choice.recompute]
-        return AmspPlan(plan, choice.times, again, needed, needed.total <= self._room)
+        return AmspPlan(plan, self.sums.times(chain), self._recomputing[recompute], needed, needed.total <= self._room)
 
     def _may_fit(self, params: Factor) -> bool:
         states = AMSP_STATES.params * self._numel // params.ranks
         return states + min(self._working.values()) <= self._room
 
-    def _least_bytes(self, choice: _ChainChoice) -> int:
+    def _least_bytes(self, chain: Chain, recompute: bool) -> int:
         """Bytes of states and activations, without buffers."""
-        params, grads, optimizer = choice.chain
+        params, grads, optimizer = chain
         sharded = AMSP_STATES.params * self._numel // params.ranks + AMSP_STATES.grads * (self._numel // grads.ranks)
-        return sharded + AMSP_STATES.optimizer * self._share(params, optimizer) + self._working[choice.recompute]
+        return sharded + AMSP_STATES.optimizer * self._share(params, optimizer) + self._working[recompute]
 
     def _largest_share(self, params: Factor, optimizer: Factor) -> int:
         return largest_share(self._job.model, self._base.with_(params=params, grads=params, optimizer=optimizer))

@@ -29,11 +29,6 @@ class BatchMemory:
     plan: Plan
     working: tuple[int, ...]
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches per step."""
-        return self.plan.micro_batches
-
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice(BatchMemory):

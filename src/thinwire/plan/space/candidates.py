@@ -126,7 +126,7 @@ class Candidates:
     Attributes:
         batches: Choices of the batch.
         states: Bytes of every plan that do not depend on the batch.
-        considered: Number of plans that :meth:`candidates` has gone through.
+        considered: Number of plans that :meth:`groups` has gone through.
         fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
 
@@ -162,11 +162,6 @@ class Candidates:
     @cached_property
     def _traffic(self) -> TrafficSeconds:
         return TrafficSeconds(self.job, self._pricer, self._units, self.bucket_bytes)
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Every valid plan that fits into memory without codecs."""
-        for group in self.groups():
-            yield from map(group.candidate, range(group.bounds.size))
 
     def groups(self, limit: float = math.inf) -> Iterator[CandidateGroup]:
         """Every valid plan that fits into memory without codecs, with a lower bound of its step.
@@ -273,7 +268,7 @@ class Candidates:
             return np.array([[[[each]]] for each in seconds], dtype=np.float64)
 
         return Computation(
-            count=column(batch.micro_batches for batch in batches),
+            count=column(batch.plan.micro_batches for batch in batches),
             forward=column(batch.forward for batch in batches),
             entrance=column(batch.parts["embedding"][0] for batch in batches),
             backward=column(batch.backward for batch in batches),

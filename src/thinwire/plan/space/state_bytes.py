@@ -34,7 +34,7 @@ class StateBytes:
             fitting = [
                 row
                 for row, batch in enumerate(batches)
-                if _most(kept[batch.micro_batches > 1], batch.working) <= self._room
+                if _most(kept[batch.plan.micro_batches > 1], batch.working) <= self._room
             ]
             if not fitting:
                 break
@@ -42,7 +42,7 @@ class StateBytes:
 
     def needed(self, chain: Chain, secondary: Factor | None, batch: BatchMemory, *, states_alone: bool = False) -> int:
         """Bytes on the rank of the stage that needs the most; a lower bound of them from model states alone."""
-        kept = self._kept(chain, secondary, batch.micro_batches > 1, states_alone=states_alone)
+        kept = self._kept(chain, secondary, batch.plan.micro_batches > 1, states_alone=states_alone)
         return _most(kept, batch.working)
 
     def _kept(self, chain: Chain, secondary: Factor | None, several: bool, *, states_alone: bool) -> list[int]:
