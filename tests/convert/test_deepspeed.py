@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.support.deepspeed_keys import REMOVED, SECTIONS, TOP
 
-from thinwire.convert import Conversion, RecipeNeeds, Row, from_deepspeed
+from thinwire.convert import Conversion, Row, from_deepspeed
 from thinwire.convert.deepspeed import DEEPSPEED_RULES
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
@@ -43,8 +43,7 @@ def refusal(conversion: Conversion, key: str) -> str:
 
 
 def recipe(conversion: Conversion, **needs: Any) -> Recipe:
-    text = conversion.recipe_toml(RecipeNeeds(**{"model": "llama-7b", "steps": 3, **needs}), None)
-    return Recipe.from_toml(text)
+    return Recipe.from_toml(conversion.recipe_toml(**{"model": "llama-7b", "steps": 3, **needs}))
 
 
 @pytest.mark.parametrize("key", TOP)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.convert import RecipeNeeds, from_deepspeed, from_fsdp2
+from thinwire.convert import from_deepspeed, from_fsdp2
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
@@ -56,7 +56,7 @@ def losses(directory: Path, **changes: Any) -> list[float]:
     conversion = from_deepspeed({**CONFIG, **changes}, RANKS)
     directory.mkdir()
     recipe = directory / "recipe.toml"
-    recipe.write_text(conversion.recipe_toml(RecipeNeeds("llama-7b", STEPS, 16), None))
+    recipe.write_text(conversion.recipe_toml(model="llama-7b", steps=STEPS, seq=16))
     return run_ranks(4, train, recipe, directory)[0]
 
 
@@ -97,7 +97,7 @@ def test_an_fsdp2_plan_trains(exact: list[float], tmp_path: Path) -> None:
     plan = from_fsdp2({"mesh": [2, 2], "reshard_after_forward": True}, RANKS).plan()
     plan.with_(micro_batch=2, micro_batches=2).save(tmp_path / "plan.toml")
     conversion = from_deepspeed(CONFIG, RANKS)
-    text = conversion.recipe_toml(RecipeNeeds("llama-7b", STEPS, 16), "plan.toml")
+    text = conversion.recipe_toml(model="llama-7b", steps=STEPS, seq=16, plan_file="plan.toml")
     assert write_toml({"plan": "plan.toml"}).strip() in text
     (tmp_path / "recipe.toml").write_text(text)
     assert run_ranks(4, train, tmp_path / "recipe.toml", tmp_path)[0] == pytest.approx(exact, rel=1e-5)

@@ -144,12 +144,8 @@ def _converted(options: ConvertOptions) -> Conversion:
 
 
 def _recipe(conversion: Conversion, options: ConvertOptions, place: Path) -> str:
-    from thinwire.convert import RecipeNeeds
-
-    plan_file = None
-    if options.plan is not None:
-        plan_file = os.path.relpath(options.plan, place.parent)
-    return conversion.recipe_toml(RecipeNeeds(options.model, options.steps, options.seq), plan_file)
+    plan_file = None if options.plan is None else os.path.relpath(options.plan, place.parent)
+    return conversion.recipe_toml(model=options.model, steps=options.steps, seq=options.seq, plan_file=plan_file)
 
 
 def _show(conversion: Conversion, console: Console) -> None:

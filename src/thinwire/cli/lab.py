@@ -201,10 +201,13 @@ def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> No
         console.print(f"thinwire: {outcome.failure}", soft_wrap=True)
 
 
-def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
-    from thinwire.lab.traffic import utilization
+def _utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
+    """The share of a link's ``bandwidth`` (bits per second) that a transfer used; ``None`` without limit."""
+    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else None
 
-    share = utilization(count, seconds, bandwidth)
+
+def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
+    share = _utilization(count, seconds, bandwidth)
     rate = format_bandwidth(8 * count / max(seconds, 1e-9))
     return rate if share is None else f"{rate}, {share:.1%}"
 
@@ -212,13 +215,11 @@ def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
 def _summary(
     command: Sequence[str], per: str, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
 ) -> dict[str, Any]:
-    from thinwire.lab.traffic import utilization
-
     links = [
         asdict(link)
         | {
-            "sent_share": utilization(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
-            "received_share": utilization(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "sent_share": _utilization(link.sent_bytes, outcome.seconds, spec.bandwidth_of(node)),
+            "received_share": _utilization(link.received_bytes, outcome.seconds, spec.bandwidth_of(node)),
         }
         for node, link in enumerate(traffic)
     ]

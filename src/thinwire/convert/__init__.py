@@ -10,9 +10,7 @@ from __future__ import annotations
 from thinwire.convert.accelerate import from_accelerate
 from thinwire.convert.deepspeed import from_deepspeed
 from thinwire.convert.fsdp2 import from_fsdp2
-from thinwire.convert.outcome import Action, Conversion, RecipeNeeds, Row
+from thinwire.convert.outcome import Action, Conversion, Row
 from thinwire.convert.source import read_source
 
-__all__ = [
-    "Action", "Conversion", "RecipeNeeds", "Row", "from_accelerate", "from_deepspeed", "from_fsdp2", "read_source",
-]  # fmt: skip
+__all__ = ["Action", "Conversion", "Row", "from_accelerate", "from_deepspeed", "from_fsdp2", "read_source"]

@@ -12,21 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.io import write_toml
 
-FILES: Final[Mapping[str, str]] = {
+FRAMEWORKS: Final[Mapping[str, str]] = {
     "fsdp2": "fsdp2.py",
     "hsdp": "hsdp.py",
     "megatron-fsdp": "megatron-fsdp.args",
     "deepspeed": "deepspeed.json",
     "torchtitan": "torchtitan.toml",
 }
-"""Name of the file that is written, by framework."""
-
-FRAMEWORKS: Final = tuple(FILES)
-"""Frameworks whose configuration can be written."""
+"""Frameworks whose configuration can be written, with the name of its file."""
 
 _PRECISIONS: Final = {"float16": "fp16", "bfloat16": "bf16"}
 """Name of a compute dtype in DeepSpeed and Megatron, whose default is float32."""
@@ -61,15 +57,8 @@ class Emitted:
 
 
 def emitted_text(emitted: Emitted) -> str:
-    """The configuration as the text of a file.
-
-    Raises:
-        SpecError: The framework is unknown.
-    """
-    writer = _WRITERS.get(emitted.framework)
-    if writer is None:
-        raise SpecError("--emit", f"there is no {emitted.framework!r}; valid are {', '.join(FRAMEWORKS)}")
-    return writer(emitted)
+    """The configuration as the text of a file."""
+    return _WRITERS[emitted.framework](emitted)
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
@@ -152,8 +141,7 @@ def _resharding(emitted: Emitted) -> bool | int:
 # -- others ------------------------------------------------------------------------------------------------------------
 
 
-def deepspeed_table(emitted: Emitted) -> dict[str, Any]:
-    """DeepSpeed's configuration as a table."""
+def _deepspeed(emitted: Emitted) -> str:
     plan = emitted.plan
     stage = 3 if plan.params.ranks > 1 else 2 if plan.grads.ranks > 1 else 1
     elements = plan.bucket_bytes // 2
@@ -172,17 +160,14 @@ def deepspeed_table(emitted: Emitted) -> dict[str, Any]:
     if plan.secondary is not None:
         zero["zero_hpz_partition_size"] = plan.secondary.ranks
     precision = _PRECISIONS.get(plan.compute_dtype)
-    return {
+    table = {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.micro_batches,
         **({} if emitted.clip is None else {"gradient_clipping": emitted.clip}),
         **({} if precision is None else {precision: {"enabled": True}}),
         "zero_optimization": zero,
     }
-
-
-def _deepspeed(emitted: Emitted) -> str:
-    return json.dumps(deepspeed_table(emitted), indent=2) + "\n"
+    return json.dumps(table, indent=2) + "\n"
 
 
 def _torchtitan(emitted: Emitted) -> str:

@@ -115,21 +115,6 @@ def without_contradictions(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class RecipeNeeds:
-    """What a recipe needs and the source does not contain.
-
-    Attributes:
-        model: Preset, Hugging Face directory or ``config.json``; None if the user named none.
-        steps: Number of optimizer updates; None to take that of the source's scheduler.
-        seq: Tokens per sequence; None for the recipe's default.
-    """
-
-    model: str | None = None
-    steps: int | None = None
-    seq: int | None = None
-
-
-@dataclass(frozen=True)
 class Conversion:
     """A converted configuration.
 
@@ -175,11 +160,15 @@ class Conversion:
         self.check()
         return Plan.parse(self.plan_table(), self.what)
 
-    def recipe_toml(self, needs: RecipeNeeds, plan_file: str | None) -> str:
-        """The recipe as TOML text.
+    def recipe_toml(
+        self, *, model: str | None, steps: int | None, seq: int | None = None, plan_file: str | None = None
+    ) -> str:
+        """The recipe as TOML text, with what the source does not contain.
 
         Args:
-            needs: What the source does not contain.
+            model: Preset, Hugging Face directory or ``config.json``; None if the user named none.
+            steps: Number of optimizer updates; None to take that of the source's scheduler.
+            seq: Tokens per sequence; None for the recipe's default.
             plan_file: The plan's file, relative to the recipe; None to write the plan into the recipe.
 
         Raises:
@@ -190,16 +179,16 @@ class Conversion:
         flat: dict[str, Any] = {}
         for row in self.rows:
             flat |= row.judgement.recipe
-        if needs.model is None:
+        if model is None:
             raise UsageError("a recipe needs a model, which the source does not name: add --model NAME|DIR|config.json")
-        steps = needs.steps or flat.get("train.steps")
+        steps = steps or flat.get("train.steps")
         if steps is None:
             raise UsageError("a recipe needs train.steps, which the source does not contain: add --steps N")
         flat["train.steps"] = steps
-        if needs.seq is not None:
-            flat["train.seq"] = needs.seq
+        if seq is not None:
+            flat["train.seq"] = seq
         flat |= {"cluster.nodes": self.ranks.nodes, "cluster.nproc": self.ranks.local}
-        table = {"plan": plan_file or _plain(self.plan_table()), "model": _model(needs.model), **_nested(flat)}
+        table = {"plan": plan_file or _plain(self.plan_table()), "model": _model(model), **_nested(flat)}
         Recipe.parse(table, f"the recipe converted from {self.what}")
         return write_toml(table)
 

@@ -20,12 +20,12 @@ def emit(job: TrainingJob, ours: PricedPlan, framework: str, to: Path | None, an
         UsageError: Nothing that the framework can do fits.
     """
     import thinwire.plan as planner
-    from thinwire.convert.emit import FILES, Emitted, emitted_text
+    from thinwire.convert.emit import FRAMEWORKS, Emitted, emitted_text
 
     peer = planner.nearest(job, framework, ours.plan)
     what = f"{job.model.name or 'a model'} on {job.cluster.name or f'{job.cluster.gpus} GPUs'}"
     text = emitted_text(Emitted(framework, peer.plan, job.seq, 1.0 if job.clip else None, what))
-    path = to or Path(FILES[framework])
+    path = to or Path(FRAMEWORKS[framework])
     answer.files.append(File("--emit-to", path, lambda path: path.write_text(text, encoding="utf-8")))
     slower, larger = peer.seconds / ours.seconds - 1, peer.memory.total / ours.memory.total - 1
     lost = planner.losses(ours, peer)

@@ -22,7 +22,6 @@ from thinwire.spec.machines.nodes import (
     Machines,
     NodeGroup,
     PeakFlops,
-    group_problems,
     machine_figures,
 )
 from thinwire.spec.machines.shorthand import expanded, in_proportion
@@ -157,7 +156,20 @@ class ClusterSpec(Machines):
     def _groups_belong_together(self) -> Iterator[Problem]:
         """Groups have as many accelerators per node, because ranks form a grid; a dtype that all of them compute in;
         and ``links.zone`` if they are in several zones."""
-        yield from group_problems(self.groups, self.gpus_per_node, self.peak_flops, joined=self.links.zone is not None)
+        for number, group in enumerate(self.groups):
+            if group.gpus_per_node not in (None, self.gpus_per_node):
+                yield Problem(
+                    f"groups.{number}.gpus_per_node",
+                    f"= {group.gpus_per_node} differs from {self.gpus_per_node} of other nodes: ranks form a grid; "
+                    "describe a larger node as several smaller ones",
+                )
+        zones = list(dict.fromkeys(group.zone for group in self.groups))
+        if len(zones) > 1 and self.links.zone is None:
+            names = ", ".join(map(repr, zones))
+            yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
+        if self.groups and not self.peak_flops:
+            dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in self.groups)
+            yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
 
     @rule("links", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
@@ -118,33 +118,6 @@ class NodeGroup(Machines):
         return self.name or self.accelerator or "nodes"
 
 
-GROUP_FIGURES: Final = (
-    "gpus_per_node", "memory", "peak_flops", "memory_bandwidth", "inside", "nic", "price_per_gpu_hour", "spot",
-    "kernels",
-)  # fmt: skip
-"""Keys that a group takes from its cluster where it leaves them out."""
-
-
-def group_problems(
-    groups: Sequence[NodeGroup], gpus_per_node: int, peaks: Mapping[str, float], *, joined: bool
-) -> Iterator[Problem]:
-    """What keeps groups from being one cluster."""
-    for number, group in enumerate(groups):
-        if group.gpus_per_node not in (None, gpus_per_node):
-            yield Problem(
-                f"groups.{number}.gpus_per_node",
-                f"= {group.gpus_per_node} differs from {gpus_per_node} of other nodes: ranks form a grid; describe a "
-                "larger node as several smaller ones",
-            )
-    zones = list(dict.fromkeys(group.zone for group in groups))
-    if len(zones) > 1 and not joined:
-        names = ", ".join(map(repr, zones))
-        yield Problem("links.zone", f"is missing: the groups are in the zones {names}, and nothing joins them")
-    if groups and not peaks:
-        dtypes = "; ".join(", ".join(group.peak_flops or {}) for group in groups)
-        yield Problem("groups", f"have no dtype in common in peak_flops: {dtypes}")
-
-
 def machine_figures(name: object) -> dict[str, Any]:
     """Published figures of an accelerator in its usual machine, by key of a cluster or of its links; nothing for an
     unknown name."""
@@ -169,35 +142,3 @@ def links_over(published: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
         if isinstance(link, Link) and isinstance(given.get(key), Mapping):
             filled[key] = {**dict(link), **given[key]}
     return filled
-
-
-def completed(group: NodeGroup, defaults: Mapping[str, Any]) -> NodeGroup:
-    """A group with all figures: its own, those of its accelerator, then those of the cluster."""
-    known = {**defaults, **machine_figures(group.accelerator)}
-    known["gpus_per_node"] = defaults.get("gpus_per_node") or known.get("gpus_per_node")
-    missing = {key: known[key] for key in GROUP_FIGURES if getattr(group, key) is None and known.get(key) is not None}
-    return group.with_(**missing) if missing else group
-
-
-def weakest(groups: Sequence[NodeGroup]) -> dict[str, Any]:
-    """For each figure, the worst of all groups; the mean of their prices, by key of a group.
-
-    A figure that some group lacks is left out.
-    """
-
-    def given(key: str) -> list[Any]:
-        values = [getattr(group, key) for group in groups]
-        return [] if None in values else values
-
-    figures: dict[str, Any] = {key: min(values) for key in ("memory", "memory_bandwidth") if (values := given(key))}
-    if peaks := given("peak_flops"):
-        common = [dtype for dtype in peaks[0] if all(dtype in peak for peak in peaks)]
-        figures["peak_flops"] = {dtype: min(peak[dtype] for peak in peaks) for dtype in common}
-    for key in ("inside", "nic"):
-        if links := given(key):
-            slow = min(link.bandwidth for link in links)
-            figures[key] = Link(bandwidth=slow, latency=max(link.latency for link in links))
-    if prices := given("price_per_gpu_hour"):
-        counts = [group.nodes for group in groups]
-        figures["price_per_gpu_hour"] = sum(map(float.__mul__, prices, map(float, counts))) / sum(counts)
-    return figures

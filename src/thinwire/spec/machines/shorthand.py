@@ -8,7 +8,7 @@ from typing import Any, Final
 from thinwire import units
 from thinwire.errors import SpecError
 from thinwire.spec.base import Spec
-from thinwire.spec.machines.nodes import Link, NodeGroup, completed, links_over, machine_figures, weakest
+from thinwire.spec.machines.nodes import Link, NodeGroup, links_over, machine_figures
 
 _QUANTITIES: Final[Mapping[str, Callable[[Any], float]]] = {
     "memory": units.parse_bytes,
@@ -16,6 +16,11 @@ _QUANTITIES: Final[Mapping[str, Callable[[Any], float]]] = {
     "price_per_gpu_hour": float,
 }
 _LINKS: Final = ("inside", "nic")
+_GROUP_FIGURES: Final = (
+    "gpus_per_node", "memory", "peak_flops", "memory_bandwidth", "inside", "nic", "price_per_gpu_hour", "spot",
+    "kernels",
+)  # fmt: skip
+"""Keys that a group takes from its cluster where it leaves them out."""
 
 
 def expanded(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,14 +42,14 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
     defaults = {**data, **links}
     try:
         whole = [
-            completed(group if isinstance(group, NodeGroup) else NodeGroup.parse(group), defaults) for group in groups
+            _completed(group if isinstance(group, NodeGroup) else NodeGroup.parse(group), defaults) for group in groups
         ]
     except SpecError:
         # The walk over the fields says what is wrong with the groups; what would follow from them is not.
         any_link = Link(bandwidth=1.0)
         placeholders = {"nodes": 1, "gpus_per_node": 1, "memory": 1, "peak_flops": {"bfloat16": 1.0}}
         return {**placeholders, **data, "links": {"inside": any_link, "nic": any_link, **links}}
-    worst = weakest(whole)
+    worst = _weakest(whole)
     links |= {key: worst[key] for key in _LINKS if key in worst}
     hosts = [figures["host"] for group in whole if (figures := machine_figures(group.accelerator))]
     if len(hosts) == len(whole):
@@ -54,6 +59,38 @@ def _with_groups(data: dict[str, Any], groups: Sequence[Any]) -> dict[str, Any]:
     per_node = {"gpus_per_node": max(counts)} if counts and not data.get("gpus_per_node") else {}
     nodes = {"nodes": sum(group.nodes for group in whole)}
     return {**data, **least, **nodes, **per_node, "links": links, "groups": tuple(whole)}
+
+
+def _completed(group: NodeGroup, defaults: Mapping[str, Any]) -> NodeGroup:
+    """A group with all figures: its own, those of its accelerator, then those of the cluster."""
+    known = {**defaults, **machine_figures(group.accelerator)}
+    known["gpus_per_node"] = defaults.get("gpus_per_node") or known.get("gpus_per_node")
+    missing = {key: known[key] for key in _GROUP_FIGURES if getattr(group, key) is None and known.get(key) is not None}
+    return group.with_(**missing) if missing else group
+
+
+def _weakest(groups: Sequence[NodeGroup]) -> dict[str, Any]:
+    """For each figure, the worst of all groups; the mean of their prices, by key of a group.
+
+    A figure that some group lacks is left out.
+    """
+
+    def given(key: str) -> list[Any]:
+        values = [getattr(group, key) for group in groups]
+        return [] if None in values else values
+
+    figures: dict[str, Any] = {key: min(values) for key in ("memory", "memory_bandwidth") if (values := given(key))}
+    if peaks := given("peak_flops"):
+        common = [dtype for dtype in peaks[0] if all(dtype in peak for peak in peaks)]
+        figures["peak_flops"] = {dtype: min(peak[dtype] for peak in peaks) for dtype in common}
+    for key in ("inside", "nic"):
+        if links := given(key):
+            slow = min(link.bandwidth for link in links)
+            figures[key] = Link(bandwidth=slow, latency=max(link.latency for link in links))
+    if prices := given("price_per_gpu_hour"):
+        counts = [group.nodes for group in groups]
+        figures["price_per_gpu_hour"] = sum(map(float.__mul__, prices, map(float, counts))) / sum(counts)
+    return figures
 
 
 def in_proportion(before: Mapping[str, Any], changes: Mapping[str, Any], merged: dict[str, Any]) -> dict[str, Any]:

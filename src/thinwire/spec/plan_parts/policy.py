@@ -11,6 +11,7 @@ with block quantization. Block quantization is more precise at the same size: on
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -36,13 +37,8 @@ POLICIES = {
 """Codecs by policy name: of dense data, of a reduce-scatter of gradients beside an all-reduce, and of all other
 gradients. RATE, A and B stand for bits per value."""
 
-STUDIED = (
-    "none", "naive-zfp:8", "naive-zfp:16", "naive-mpc", "mzhybrid:8", "mzhybrid:16", "zhybrid:16-8", "zhybrid:24-8",
-    "hybrid",
-)  # fmt: skip
-"""The policies that the study compares: no codec, the published policies at the paper's rates, and ``hybrid``."""
-
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+_CAPITALS = re.compile("RATE|A|B")
+_NUMBER = r"(\d+(?:\.\d+)?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +108,18 @@ class HybridPolicy:
 
 def _codecs(name: str) -> tuple[CodecSpec, CodecSpec, CodecSpec]:
     """The codecs that a policy gives to dense data, to gradients for owners of optimizer states, and to others."""
-    family, colon, text = name.partition(":")
-    numbers = text.split("-") if colon else []
     for form, codecs in POLICIES.items():
-        form_family, form_colon, form_text = form.partition(":")
-        capitals = form_text.split("-") if form_colon else []
-        if (family, len(numbers)) != (form_family, len(capitals)) or not all(map(_NUMBER.fullmatch, numbers)):
+        match = re.fullmatch(_CAPITALS.sub(lambda _: _NUMBER, form), name)
+        if match is None:
             continue
+        numbers = dict(zip(_CAPITALS.findall(form), match.groups(), strict=True))
         try:
-            dense, scatter, gradients = (_filled(codec, capitals, numbers) for codec in codecs)
+            dense, scatter, gradients = (CodecSpec(_filled(codec, numbers)) for codec in codecs)
         except SpecError as error:
             raise SpecError("policy", f"{name!r} is not a policy: {error.problems[0]}") from None
         return dense, scatter, gradients
     raise SpecError("policy", f"{name!r} is not a policy: valid are {', '.join(POLICIES)}")
 
 
-def _filled(codec: str, capitals: list[str], numbers: list[str]) -> CodecSpec:
-    """A codec with numbers in place of capitals.
-
-    Raises:
-        SpecError: The codec does not accept a number.
-    """
-    for capital, number in zip(capitals, numbers, strict=True):
-        codec = codec.replace(capital, number)
-    return CodecSpec(codec)
+def _filled(codec: str, numbers: Mapping[str, str]) -> str:
+    return _CAPITALS.sub(lambda capital: numbers[capital[0]], codec)

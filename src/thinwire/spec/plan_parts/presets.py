@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 from thinwire.errors import SpecError
 from thinwire.spec.factor import Factor
 
-_ONE = Factor()
-
-Factors = tuple[Factor, Factor, Factor]
-"""P, G and OS."""
+_Part = Literal["one", "mesh", "group", "node", "half node", "few nodes"]
 
 
 @dataclass(frozen=True)
@@ -21,19 +17,22 @@ class Preset:
 
     Args:
         summary: one line for documentation.
-        factors: P, G and OS from the mesh and the group.
-        takes_group: whether a caller may choose the group; one node is the default.
+        factors: P, G and OS.
         has_secondary: whether the group is the factor of a secondary parameter shard.
         wire: the plan's ``wire`` table.
         islands: the plan's ``islands`` table without the count; then the group is the mesh of one island.
     """
 
     summary: str
-    factors: Callable[[Factor, Factor], Factors]
-    takes_group: bool = False
+    factors: tuple[_Part, _Part, _Part]
     has_secondary: bool = False
     wire: dict[str, Any] = field(default_factory=dict)
     islands: dict[str, Any] | None = None
+
+    @property
+    def takes_group(self) -> bool:
+        """Whether a caller may choose the group; one node is the default."""
+        return "group" in self.factors or self.has_secondary or self.islands is not None
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -41,12 +40,16 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max((d for d in range(1, min(number, at_most) + 1) if number % d == 0), default=1)
 
 
-def _half_node(mesh: Factor) -> Factor:
-    return Factor(local=largest_divisor(mesh.local, mesh.local // 2))
-
-
-def _few_nodes(mesh: Factor) -> Factor:
-    return Factor(local=mesh.local, nodes=largest_divisor(mesh.nodes, 4))
+def _parts(mesh: Factor, group: Factor) -> dict[_Part, Factor]:
+    """What factors can be, on a mesh."""
+    return {
+        "one": Factor(),
+        "mesh": mesh,
+        "group": group,
+        "node": Factor(local=mesh.local),
+        "half node": Factor(local=largest_divisor(mesh.local, mesh.local // 2)),
+        "few nodes": Factor(local=mesh.local, nodes=largest_divisor(mesh.nodes, 4)),
+    }
 
 
 _INT4_GRADIENTS = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256"}
@@ -92,72 +95,43 @@ def engine_fields(engine: str, *, recompute: bool) -> dict[str, Any]:
     }
 
 
+_ZERO1: Final = ("one", "one", "mesh")
+_ZERO3: Final = ("mesh", "mesh", "mesh")
+
 PRESETS: dict[str, Preset] = {
-    "ddp": Preset("everything on every rank", lambda mesh, group: (_ONE, _ONE, _ONE)),
-    "zero1": Preset("OS over all ranks", lambda mesh, group: (_ONE, _ONE, mesh)),
-    "zero2": Preset("G and OS over all ranks", lambda mesh, group: (_ONE, mesh, mesh)),
-    "zero3": Preset("P, G and OS over all ranks", lambda mesh, group: (mesh, mesh, mesh)),
-    "zero1-node": Preset(
-        "OS inside a node, replicas across nodes (AMSP, 7B)", lambda mesh, group: (_ONE, _ONE, group), takes_group=True
-    ),
-    "amsp-13b": Preset(
-        "P and G over half a node, OS over a node (AMSP, 13B)",
-        lambda mesh, group: (_half_node(mesh), _half_node(mesh), Factor(local=mesh.local)),
-    ),
-    "amsp-30b": Preset(
-        "P and G over a node, OS over up to four nodes (AMSP, 30B)",
-        lambda mesh, group: (Factor(local=mesh.local), Factor(local=mesh.local), _few_nodes(mesh)),
-    ),
-    "mics": Preset(
-        "P, G and OS over a group, replicas across groups (MiCS)",
-        lambda mesh, group: (group, group, group),
-        takes_group=True,
-    ),
-    "hsdp": Preset(
-        "the same as mics, by PyTorch's name (HSDP)", lambda mesh, group: (group, group, group), takes_group=True
-    ),
-    "hpz": Preset(
-        "zero3 with a secondary parameter shard inside a node (ZeRO++ hpZ)",
-        lambda mesh, group: (mesh, mesh, mesh),
-        takes_group=True,
-        has_secondary=True,
-    ),
+    "ddp": Preset("everything on every rank", ("one", "one", "one")),
+    "zero1": Preset("OS over all ranks", _ZERO1),
+    "zero2": Preset("G and OS over all ranks", ("one", "mesh", "mesh")),
+    "zero3": Preset("P, G and OS over all ranks", _ZERO3),
+    "zero1-node": Preset("OS inside a node, replicas across nodes (AMSP, 7B)", ("one", "one", "group")),
+    "amsp-13b": Preset("P and G over half a node, OS over a node (AMSP, 13B)", ("half node", "half node", "node")),
+    "amsp-30b": Preset("P and G over a node, OS over up to four nodes (AMSP, 30B)", ("node", "node", "few nodes")),
+    "mics": Preset("P, G and OS over a group, replicas across groups (MiCS)", ("group", "group", "group")),
+    "hsdp": Preset("the same as mics, by PyTorch's name (HSDP)", ("group", "group", "group")),
+    "hpz": Preset("zero3 with a secondary parameter shard inside a node (ZeRO++ hpZ)", _ZERO3, has_secondary=True),
     "zeropp": Preset(
         "hpz with INT8 gathers (qwZ) and INT4 gradients (qgZ): ZeRO++",
-        lambda mesh, group: (mesh, mesh, mesh),
-        takes_group=True,
+        _ZERO3,
         has_secondary=True,
         wire=_INT4_GRADIENTS,
     ),
-    "zeropp-8bit": Preset(
-        "zeropp with INT8 gradients",
-        lambda mesh, group: (mesh, mesh, mesh),
-        takes_group=True,
-        has_secondary=True,
-        wire=_INT8_GRADIENTS,
-    ),
+    "zeropp-8bit": Preset("zeropp with INT8 gradients", _ZERO3, has_secondary=True, wire=_INT8_GRADIENTS),
     "thinwire": Preset(
         "zero1-node, gradients INT8 inside a node and INT4 across, error feedback, differences spread in INT8",
-        lambda mesh, group: (_ONE, _ONE, group),
-        takes_group=True,
+        ("one", "one", "group"),
         wire=_THINWIRE,
     ),
     "islands": Preset(
         "OS over an island; islands exchange the change of their parameters, exactly, every 32 steps (DiLoCo)",
-        lambda mesh, group: (_ONE, _ONE, mesh),
-        takes_group=True,
+        _ZERO1,
         islands={"every": 32},
     ),
     "islands-4bit": Preset(
-        "islands with changes in INT4 and error feedback",
-        lambda mesh, group: (_ONE, _ONE, mesh),
-        takes_group=True,
-        islands={"every": 32, **_INT4_CHANGES},
+        "islands with changes in INT4 and error feedback", _ZERO1, islands={"every": 32, **_INT4_CHANGES}
     ),
     "islands-streaming": Preset(
         "islands-4bit with four fragments, whose exchanges stay under way for five steps (Streaming DiLoCo)",
-        lambda mesh, group: (_ONE, _ONE, mesh),
-        takes_group=True,
+        _ZERO1,
         islands={"every": 32, **_INT4_CHANGES, "fragments": 4, "delay": 5, "blend": 0.5},
     ),
 }
@@ -181,7 +155,8 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
     count = None
     if preset.islands is not None:
         mesh, count = chosen, _islands(mesh, chosen, what)
-    params, grads, optimizer = preset.factors(mesh, chosen)
+    parts = _parts(mesh, chosen)
+    params, grads, optimizer = (parts[part] for part in preset.factors)
     fields: dict[str, Any] = {"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer}
     if preset.has_secondary:
         fields["secondary"] = chosen
