@@ -124,6 +124,7 @@ REASONS: Final[dict[str, str]] = {
         "a thread ends; no memory is shared"
     ),
     "sharding/lanes/lanes.py: Lanes.drain: worker.drain() -> worker": _MEASURED,
+    "sharding/runtime/runtime.py: Runtime.drain: self.lanes.drain() -> self.lanes": _MEASURED,
     "sharding/optimizer/share_update.py: ShareUpdate._as_needed: self.reducer.join() -> self.reducer": (
         "the norm of all gradients has been measured, and measuring waits for them"
     ),

@@ -43,7 +43,7 @@ from thinwire.integrations.common.optimizers import (
 from thinwire.integrations.common.plans import launched_mesh
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.tensors.arguments import tensors_among
 from thinwire.sharding.tensors.tensor import ShareTensor
@@ -218,7 +218,7 @@ class ThinwireAccelerator(Accelerator):
             model.forward = convert_outputs_to_fp32(autocast(model.forward))
         if not any(model is known for known in self._trained):
             self._trained.append(model)
-        if runtime_of(model).plan.scales_loss:
+        if plan_of(model).scales_loss:
             if len(self._trained) > 1:
                 raise UsageError(f"prepare({type(model).__name__}): {_ONE_SCALE}")
             given = {} if self.scaler_handler is None else self.scaler_handler.to_dict()

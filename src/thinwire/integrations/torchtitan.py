@@ -91,7 +91,7 @@ class ThinwireTrainer(Trainer):
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""
         model = self.model_parts[0]
-        begin_micro_batch(model, last=runtime_of(model).schedule.backwards == self.gradient_accumulation_steps - 1)
+        begin_micro_batch(model, last=runtime_of(model).backwards == self.gradient_accumulation_steps - 1)
         loss: torch.Tensor = super().forward_backward_step(**batch)
         return loss
 

@@ -29,7 +29,7 @@ from thinwire.sharding.checkpointing.full_state import whole_value
 from thinwire.sharding.checkpointing.streaming import with_whole_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.generating import generates
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import plan_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -115,7 +115,7 @@ class ThinwireTrainerMixin:
             tw.shard(self.model, self._resolved_plan())
             if hasattr(self.model, "generate"):
                 self.model.generate = MethodType(generate_gathered, self.model)  # a copy's is bound to the copy
-        if runtime_of(self.model).plan.scales_loss:
+        if plan_of(self.model).scales_loss:
             self._scale_losses()
         trainer: Any = super()
         made = self.optimizer if self.optimizer is not None else trainer.create_optimizer()

@@ -93,7 +93,7 @@ class ParallelModel:
         self._loss_scale: LossScale | None = None
         self._meshes: tuple[DeviceMesh, ...] = () if mesh is None else (mesh,)
         self._context: Context | None = None
-        self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.decides_on_device
+        self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).decides_on_device
 
     @property
     def knows_loss(self) -> bool:
@@ -308,7 +308,7 @@ def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
         return norms[0]
     squares = [float(norm.square()) for norm in norms]
     # Beside experts, the rest of the model is the same on all of these ranks, and counts once.
-    inner = [runtime.sharded.part.is_inner for runtime in runtimes]
+    inner = [runtime.is_inner for runtime in runtimes]
     common = sum(square for square, of_experts in zip(squares, inner, strict=True) if any(inner) and not of_experts)
     apart = sum(squares) - common
     if whole is not None:

@@ -139,15 +139,15 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """See torch's ``PipelineStage``."""
-        runtime_of(self.submod).schedule.select(fwd_chunk_id, last=False)
+        runtime_of(self.submod).select_micro_batch(fwd_chunk_id, last=False)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """See torch's ``PipelineStage``."""
-        schedule = runtime_of(self.submod).schedule
-        schedule.select(bwd_chunk_id, last=last_backward)
+        runtime = runtime_of(self.submod)
+        runtime.select_micro_batch(bwd_chunk_id, last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if last_backward:
-            schedule.select(0, last=True)
+            runtime.select_micro_batch(0, last=True)

@@ -32,7 +32,7 @@ from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optimizer.making import build_optimizer
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer, clip_grad_norm_
 from thinwire.sharding.runtime.joining import joined
-from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
 
@@ -206,12 +206,12 @@ def micro_batches_of(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> It
         while current is not missing:
             upcoming = next(iterator, missing)
             for runtime in runtimes:
-                runtime.schedule.begin_micro_batch(number, last=upcoming is missing)
+                runtime.begin_micro_batch(number, last=upcoming is missing)
             yield current
             current, number = upcoming, number + 1
     finally:
         for runtime in runtimes:
-            runtime.schedule.begin_micro_batch(0, last=True)
+            runtime.begin_micro_batch(0, last=True)
 
 
 def join(model: nn.Module | Sequence[nn.Module], batches: Iterable[Item]) -> Iterator[Item]:
@@ -439,7 +439,7 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
     """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
     "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
-    taken = runtime_of(model).meter.take()
+    taken = sharded_of(model).meter.take()
     return {str(lane): {str(scope): sent[scope] for scope in Scope} for lane, sent in taken.items()}
 
 
@@ -447,14 +447,14 @@ def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``, and on CPUs ``"control"``. On GPUs, times are taken from the first call on, and waits
     that the device has not reached yet are counted by the next call."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
     Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
     :func:`exposed`."""
-    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
+    return {str(lane): seconds for lane, seconds in sharded_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager
@@ -466,7 +466,7 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
     Yields:
         The timeline, which is complete after the block.
     """
-    recorder = runtime_of(model).lanes.recorder
+    recorder = sharded_of(model).lanes.recorder
     recorded = recorder.start()
     try:
         yield recorded

@@ -79,7 +79,7 @@ def allow_copies(
         selection = [chosen if isinstance(chosen, str) else names[chosen] for chosen in selection]
 
     def copied(memo: dict[int, Any]) -> nn.Module:
-        if runtime.passes.is_inside():
+        if runtime.is_inside:
             raise UsageError("copy.deepcopy(model) inside its forward, its backward or full_parameters()")
         runtime.refuse_half_loaded()
         runtime.join_spreads()

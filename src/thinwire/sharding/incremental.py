@@ -15,7 +15,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.discover import Selection
 from thinwire.sharding.params.flat_buffer import set_local
-from thinwire.sharding.runtime.runtime import RUNTIME, Runtime, runtime_of
+from thinwire.sharding.runtime.runtime import RUNTIME, Runtime, plan_of, runtime_of
 from thinwire.sharding.runtime.sharded_parameters import forget_share
 from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 from thinwire.spec.renames import TUNED
@@ -48,7 +48,7 @@ def join_parts(
     for name, module in model.named_modules():
         if hasattr(module, RUNTIME):
             _check(name, module, members)
-            exceptions += _exceptions(name, runtime_of(module).plan, plan)
+            exceptions += _exceptions(name, plan_of(module), plan)
             _dissolve(runtime_of(module))
             object.__setattr__(module, _PART, True)
     parts = [module for module in model.modules() if hasattr(module, _PART)]
@@ -86,8 +86,9 @@ def _dissolve(runtime: Runtime) -> None:
             for slot, parameter in buffer.named:
                 set_local([parameter], [wholes[slot.name]])
                 forget_share(parameter)
-    runtime.lanes.close()
-    object.__delattr__(runtime.model, RUNTIME)
+    sharded = runtime.sharded
+    sharded.lanes.close()
+    object.__delattr__(sharded.model, RUNTIME)
 
 
 def _exceptions(name: str, part: Plan, plan: Plan) -> list[UnitOverride]:

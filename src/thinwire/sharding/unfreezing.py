@@ -45,7 +45,7 @@ def unfreeze(runtime: Runtime, names: Set[str]) -> None:
     chosen, name = _buffers_of(runtime, names), min(names)
     frozen = f"{name} was frozen when the model was sharded, and"
     _refuse_inside(runtime, f"{frozen} is to be trained", "set requires_grad = True")
-    runtime.holds.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
+    runtime.refuse(f"requires_grad = True for {name}, which was frozen when the model was sharded,")
     why = _obstacle(runtime, chosen)
     if why:
         raise UsageError(
@@ -67,7 +67,7 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
     """
     chosen, name = _buffers_of(runtime, names), min(names)
     _refuse_inside(runtime, f"{name} was frozen when the model was sharded, and is updated in place", "update it")
-    runtime.holds.refuse(f"an update of {name}")
+    runtime.refuse(f"an update of {name}")
     why = _obstacle(runtime, chosen)
     if not why:
         _grow(runtime, names, chosen)
@@ -89,7 +89,7 @@ def widen(runtime: Runtime, names: Set[str]) -> None:
 
 
 def _refuse_inside(runtime: Runtime, what: str, remedy: str) -> None:
-    if runtime.passes.is_inside():
+    if runtime.is_inside:
         raise UsageError(f"{what} inside a forward, a backward or full_parameters(): {remedy} outside of them")
 
 

@@ -24,7 +24,7 @@ class PlanSystem(TorchSystem):
 
     def settle(self) -> None:
         # Updated parameters still travel after a step; they must not share the links with the next system.
-        runtime(self._model).lanes.drain()
+        runtime(self._model).drain()
 
     def predicted(self) -> int | None:
         programs = runtime(self._model).programs

@@ -19,7 +19,7 @@ from thinwire.sharding.optimizer.making import refuse_class
 from thinwire.sharding.optimizer.probes import has_modes, options_tell_all, states_are_alike
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.runtime.parameter import ShardedParameter
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import runtime_of, sharded_of
 from thinwire.sharding.runtime.sharded_parameters import sharded_parameter_of
 from thinwire.sharding.step.loss_scale import LossScale
 
@@ -86,7 +86,7 @@ def over_shares(
                 "first, and make it from the sharded model's parameters"
             )
     for made in optimizers if not whole_states else ():
-        if not states_are_alike(made, runtime_of(model).sharded.device):
+        if not states_are_alike(made, sharded_of(model).device):
             refuse_class(model, type(made), _options(made), made.param_groups)
     runtime.optimizer = None  # of an earlier run
     return list(optimizers)
@@ -121,7 +121,7 @@ def _updates_all(model: nn.Module, made: torch.optim.Optimizer) -> bool:
     everything = list(model.parameters())
     if has_modes(made):  # which it sets on the parameters themselves
         return False
-    if not options_tell_all(made, _options(made), runtime_of(model).sharded.device):
+    if not options_tell_all(made, _options(made), sharded_of(model).device):
         return False
     if not {id(item) for item in everything if item.requires_grad} <= given <= {id(item) for item in everything}:
         return False
@@ -160,13 +160,13 @@ def _stand_for(made: Any, optim: Any) -> None:
 
 def begin_micro_batch(model: nn.Module, *, last: bool) -> None:
     """Begin a micro-batch of a sharded model; ranks combine gradients in the last one of a step."""
-    schedule = runtime_of(model).schedule
-    schedule.begin_micro_batch(schedule.backwards, last=last)
+    runtime = runtime_of(model)
+    runtime.begin_micro_batch(runtime.backwards, last=last)
 
 
 def combines(model: nn.Module) -> bool:
     """Whether ranks combine gradients of a sharded model in its next backward."""
-    return runtime_of(model).schedule.last
+    return runtime_of(model).ends_step
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
 from thinwire.sharding.step.loss_scale import checked_state
 from thinwire.spec import Plan
 
@@ -58,11 +58,11 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
     path = agreed_path(ranks, directory)
     finish_save(ranks)
     for model, _ in parts:
-        runtime_of(model).holds.refuse("load()")
+        runtime_of(model).refuse("load()")
     shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
     numbers = union(group_numbers(parts), ranks)
     opened, manifest, keys = everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
-    same_plan = _holds(manifest, runtime_of(parts[0][0]).plan)  # those of other parts follow from it
+    same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
     vectors = Vectors()
 
@@ -95,7 +95,7 @@ def _check_absent(parts: Sequence[ModelAndOptimizer], manifest: Manifest, path: 
         return
     vectors = Vectors()
     for model, _ in parts:
-        sharded = runtime_of(model).sharded
+        sharded = sharded_of(model)
         add_frozen(sharded, vectors)
         add_masters(sharded, vectors, {key: content.dtype for key, content in manifest.absent.items()})
     present = {key: vector for key, vector in vectors.items() if key in manifest.absent}

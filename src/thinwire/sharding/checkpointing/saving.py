@@ -208,8 +208,8 @@ def _collect(
     runtimes = [runtime_of(model) for model, _ in parts]
     for runtime in runtimes:
         runtime.refuse_half_loaded()
-        if APPLIED in runtime.holds.blocks:  # in other blocks for reading, parameters are what they are saved as
-            runtime.holds.refuse("save()")
+        if APPLIED in runtime.blocks:  # in other blocks for reading, parameters are what they are saved as
+            runtime.refuse("save()")
     vectors, shared = Vectors(), Vectors()
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}

@@ -14,7 +14,7 @@ from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import NUMBERS, cut_states, stand_in
 from thinwire.sharding.runtime.parameter import ShardedParameter
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.sharding.tensors.tensor import ShareTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -40,7 +40,7 @@ class ShareStates:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.loss_scale = None
-        self.fragments: Sequence[OwnedFragment] = runtime_of(model).sharded.fragments
+        self.fragments: Sequence[OwnedFragment] = sharded_of(model).fragments
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._optimizers = optimizers
         self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}

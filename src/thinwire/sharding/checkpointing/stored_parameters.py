@@ -24,7 +24,7 @@ from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, packed_scales
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.sharding.step.sharded_model import ShardedModel
 
 _VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
@@ -185,7 +185,7 @@ def add_slice(
 def shapes_of(model: nn.Module) -> dict[str, Json]:
     """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name: of a parameter, that
     which it had when the model was sharded, whatever its module has been wrapped in since."""
-    buffers = [buffer for unit in runtime_of(model).units for buffer in unit.buffers]
+    buffers = [buffer for unit in sharded_of(model).units for buffer in unit.buffers]
     first = {stored(slot.name): slot.name for buffer in buffers for slot in buffer.layout.slots}
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
     plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]

@@ -263,7 +263,7 @@ class ShardedOptimizer(ShareOptimizer):
                 not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
-        self.runtime.holds.refuse("step()")
+        self.runtime.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

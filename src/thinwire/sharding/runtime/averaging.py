@@ -42,7 +42,7 @@ class Average:
             UsageError: The model computes with the average, or is inside of another block that is for reading.
         """
         for runtime, means in zip(self._runtimes, self._means, strict=True):
-            runtime.holds.refuse("average.update()")
+            runtime.refuse("average.update()")
             plan, spreads = runtime.plan, runtime.spreads
             if plan.residence.streams_states:
                 spreads.join()  # their new values may be on their way to the host
@@ -61,8 +61,8 @@ class Average:
             UsageError: The model is inside a forward or a backward, or another block is open.
         """
         for runtime in self._runtimes:
-            runtime.holds.refuse(APPLIED)
-            if runtime.passes.is_inside():
+            runtime.refuse(APPLIED)
+            if runtime.is_inside:
                 raise UsageError(f"{APPLIED} inside a forward or a backward of the model: enter it before the forward")
         with contextlib.ExitStack() as stack:
             for runtime, means in zip(self._runtimes, self._means, strict=True):

@@ -88,7 +88,7 @@ class Generation:
 
 def generates(model: nn.Module) -> bool:
     """Whether a sharded model is inside :func:`generating`."""
-    return _NAME in runtime_of(model).holds.blocks
+    return _NAME in runtime_of(model).blocks
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def generating(model: nn.Module, *, keep: str | None = None) -> Iterator[Generat
         passes.forget_failed()
     if recomputing() or passes.state.present is not Pass.IDLE:
         raise UsageError(f"{_NAME} inside a forward or a backward of the model: enter it before the first of them")
-    runtime.holds.refuse(_NAME, beside=APPLIED)
+    runtime.refuse(_NAME, beside=APPLIED)
     units = [unit for unit in runtime.units if unit.sharded]
     chosen = _choose(runtime.sharded, ranks, units, keep)
     if ranks.rank == 0 and units:

@@ -9,7 +9,6 @@ from typing import Any, Final, TypeVar
 from torch.utils._pytree import tree_map
 
 from thinwire.agreement import Typed
-from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.runtime.runtime import Runtime
 
@@ -24,7 +23,7 @@ _REMEDIES: Final = {
 
 def joined(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Item]:
     """Iterate over batches as :func:`thinwire.join` does, for models that are trained by the same ranks."""
-    ranks, iterator = control(runtimes[0].sharded.part.data.everyone), iter(batches)
+    ranks, iterator = runtimes[0].everyone, iter(batches)
     missing = object()
     kept: Any = missing
     try:
@@ -46,7 +45,7 @@ def joined(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Ite
                 )
                 raise UsageError(f"{first} for thinwire.join on {names}: {_REMEDIES[first]}")
             for runtime in runtimes:
-                runtime.passes.gradients_count = current is not missing
+                runtime.count_gradients(wanted=current is not missing)
             if current is missing:
                 current = _same(kept)
             else:
@@ -54,7 +53,7 @@ def joined(runtimes: Sequence[Runtime], batches: Iterable[Item]) -> Iterator[Ite
             yield current
     finally:
         for runtime in runtimes:
-            runtime.passes.gradients_count = True
+            runtime.count_gradients(wanted=True)
 
 
 def _same(batch: Any) -> Any:

@@ -46,6 +46,7 @@ from thinwire.sharding.step.pinned_units import Holds
 from thinwire.sharding.step.schedule import Programs, Schedule
 from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.sharding.step.step_check import StepCheck, StepResult
+from thinwire.spec import Plan
 from thinwire.units import is_number
 
 _NAMES: Final[Typed[set[str]]] = Typed(set[str])
@@ -124,9 +125,38 @@ class Runtime:
         return control(self.sharded.part.data.ranks)
 
     @property
+    def everyone(self) -> Control:
+        """All ranks that train the model, those of other islands included."""
+        return control(self.sharded.part.data.everyone)
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether the device decides about a step, so that the host waits for no norm."""
+        return self.sharded.decides_on_device
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether the model is a part inside of another, as experts are."""
+        return self.sharded.part.is_inner
+
+    @property
     def num_steps(self) -> int:
         """Number of optimizer steps taken so far."""
         return self.sharded.steps.taken
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is inside a forward, a backward or ``full_parameters()``."""
+        return self.passes.is_inside()
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Names of the open blocks for reading, the outermost first."""
+        return self.holds.blocks
+
+    def refuse(self, action: str, *, beside: str | None = None) -> None:
+        """Refuse an action inside a block for reading; see :meth:`Holds.refuse`."""
+        self.holds.refuse(action, beside=beside)
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
@@ -169,6 +199,36 @@ class Runtime:
         self.step_check.extend(infos)
         self.spreads.forget_parts()
         self.audit.watch()
+
+    # -- micro-batches -----------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, number: int, *, last: bool) -> None:
+        """Begin a micro-batch, to which the next forward and backward belong.
+
+        Args:
+            number: Number of the micro-batch, from 0.
+            last: Whether its backward is the step's last.
+        """
+        self.schedule.begin_micro_batch(number, last=last)
+
+    def select_micro_batch(self, number: int, *, last: bool) -> None:
+        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
+        the arguments."""
+        self.schedule.select(number, last=last)
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the next backward is the step's last, in which ranks combine gradients."""
+        return self.schedule.last
+
+    @property
+    def backwards(self) -> int:
+        """Number of backwards of this step that have ended."""
+        return self.schedule.backwards
+
+    def count_gradients(self, *, wanted: bool) -> None:
+        """Set whether this rank's next gradients count; if not, they are zero, because the rank has run out of data."""
+        self.passes.gradients_count = wanted
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -276,7 +336,7 @@ class Runtime:
         exchanges = self.exchanges
         if not isinstance(exchanges, ElasticExchanges):
             raise UsageError("enter_islands(): the plan has no islands.elastic = true, so all ranks are in one job")
-        self.holds.refuse("enter_islands()")
+        self.refuse("enter_islands()")
         exchanges.close()  # an earlier entry would be another island, which the others would wait for
         self.join_spreads()
         exchanges.hold()
@@ -290,7 +350,7 @@ class Runtime:
         """Give all islands the same parameters. Collective over all islands."""
         if self.exchanges is None:
             return
-        self.holds.refuse("join_islands()")
+        self.refuse("join_islands()")
         self.join_spreads()
         written, step, fetched = self.exchanges.finish()
         if fetched:
@@ -322,6 +382,10 @@ class Runtime:
         """Wait until parameters are up to date and gradients are combined; see :meth:`join_spreads`."""
         self.join_spreads()
         self.reducer.settle()
+
+    def drain(self) -> None:
+        """Wait until nothing is on its way."""
+        self.lanes.drain()
 
     # -- whole parameters --------------------------------------------------------------------------------------
 
@@ -436,3 +500,21 @@ def runtime_of(model: nn.Module) -> Runtime:
             f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
         )
     return runtime
+
+
+def sharded_of(model: nn.Module) -> ShardedModel:
+    """The units of a sharded model, and what its ranks share.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    return runtime_of(model).sharded
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of a sharded model.
+
+    Raises:
+        UsageError: The model is not sharded.
+    """
+    return runtime_of(model).plan

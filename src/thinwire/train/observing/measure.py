@@ -19,7 +19,7 @@ from thinwire.parallel import Grid, ParallelModel
 from thinwire.profile import process_memory
 from thinwire.program import HostLane, Lane
 from thinwire.sharding import api
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import sharded_of
 from thinwire.train.observing.allocator import FIGURES, figures
 from thinwire.train.observing.metrics import KINDS
 
@@ -72,7 +72,7 @@ class StepMeter:
 
     def exchanging(self) -> contextlib.AbstractContextManager[None]:
         """Context of the exchange that follows a step: ranks that are early wait in it for the others."""
-        return runtime_of(self._model.chunks[0]).lanes.waiting(Lane.CONTROL)
+        return sharded_of(self._model.chunks[0]).lanes.waiting(Lane.CONTROL)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

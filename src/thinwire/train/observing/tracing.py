@@ -163,7 +163,7 @@ class _Session:
 
     def write(self) -> str:
         for chunk in self._model.chunks:
-            api.runtime(chunk).lanes.drain()  # communication still in flight belongs to these steps
+            api.runtime(chunk).drain()  # communication still in flight belongs to these steps
         self._wait()
         self._recording.close()
         self._profile.stop()
