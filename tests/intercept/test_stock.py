@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from examples import intercept_ddp, intercept_fsdp, intercept_tp_pp
 from tests.support.intercept import Losses, close, interleaved_job, net, strict, without
+from tests.support.policies import STUDIED
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.spec.plan_parts.policy import STUDIED
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks

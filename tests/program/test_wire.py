@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.policies import STUDIED
 
 from thinwire.program import BufferInfo, Lane, StepProgram, UnitInfo, idle_codecs, lower
 from thinwire.program.mesh import Axis
@@ -12,7 +13,6 @@ from thinwire.program.shares import Even
 from thinwire.program.wire import reduction_codecs, spreads_difference, used_codec
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import BUNDLED, FAMILIES, encodable_dtypes
-from thinwire.spec.plan_parts.policy import STUDIED
 
 KINDS = ("gather", "reduce_intra", "reduce_inter", "spread")
 CODECS = [
