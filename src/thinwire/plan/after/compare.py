@@ -85,6 +85,7 @@ def compare(run: Path, profile: Profile) -> RunComparison:
         SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
     """
     record = read_run(run)
+    enough_rows(record)  # before anything is priced
     job = job_of(record, profile)
     return compare_expected(record, expectation(job, price_plan(job, record.plan)))
 

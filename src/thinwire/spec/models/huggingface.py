@@ -147,7 +147,7 @@ def _file(source: str | Path) -> Path:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
+    if not file.exists():
         raise SpecError(
             str(file),
             "there is no such file; give a config.json, or a directory written by save_pretrained (nothing is "
