@@ -20,7 +20,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError, WireError
-from thinwire.testing import RankPool
+from thinwire.testing import RankError, RankPool, run_ranks
 from thinwire.weights import publishing
 from thinwire.weights.publishing import Publisher
 from thinwire.weights.stores import Store
@@ -351,3 +351,13 @@ def test_a_last_version_that_does_not_arrive_is_said(
 def test_numbers_are_checked(number: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{number} = {value}"):
         tw.publisher(nn.Linear(1, 1), "x", **{number: value})
+
+
+def made_for(store: str) -> None:
+    tw.publisher(made("zero1")[0], store)
+
+
+def test_a_store_that_is_a_file_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "store").touch()
+    with pytest.raises(RankError, match="is a file; give a directory"):
+        run_ranks(WORLD, made_for, str(tmp_path / "store"))

@@ -68,7 +68,8 @@ class Staging:
                     f"{self.target}: exists and is not a checkpoint, so it is not replaced; choose another name"
                 )
             self.directory.mkdir()
-            self._lock = _lock(self.directory)
+            with contextlib.suppress(BlockingIOError):  # a recovery that waits for nobody looks at it
+                self._lock = _lock(self.directory)
 
     def publish(self) -> None:
         """Rename the staging directory to ``target``, durably. Its files must already be on disk."""

@@ -76,15 +76,15 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
     where = f"{path}: header"
-    header = as_object(parse(raw, where), where, {"__metadata__", *contents})
-    metadata = as_object(header.pop("__metadata__"), f"{where}: __metadata__", None)
+    table = as_object(parse(raw, where), where, {"__metadata__", *contents})
+    metadata = as_object(table.pop("__metadata__"), f"{where}: __metadata__", None)
     sharding = metadata.get("DCP_SHARDING_INFO")
     if type(sharding) is not str:
         raise CheckpointError(f"{where}: corrupt: it does not say which part of each vector the file holds")
     offsets = as_object(parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents))
     ranges, begins = [], {}
     for key, (dtype, span) in contents.items():
-        entry = as_object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
+        entry = as_object(table[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
         saved = as_object(offsets[key], f"{where}: {key!r}", {"saved_offsets"})
         expected = {"dtype": SAFETENSORS_CODES[dtype], "shape": [span.length], "saved_offsets": [span.offset]}
         actual = {"dtype": entry["dtype"], "shape": entry["shape"], **saved}

@@ -52,11 +52,12 @@ class Subscriber:
         nbytes: Bytes that were read.
 
     Raises:
-        UsageError: The URL is of no known kind, or the directory is another subscriber's, or a model of several files.
+        UsageError: The URL is of no known kind, or a file, or the directory is another subscriber's, or a model of
+            several files.
     """
 
     def __init__(self, store: str, directory: str | Path | None = None, *, keys: str | Path | None = None) -> None:
-        self._store = Store(store, keys)
+        self._store = Store(store, keys).checked()
         self.version: int | None = None
         self.run: str | None = None
         self.step = self.nbytes = 0

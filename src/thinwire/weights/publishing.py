@@ -131,7 +131,7 @@ class Publisher:
         self._left_out = False  # whether the weights of the last step are in no version
         self._ended = self._is_alone = False
         first = self._ranks.rank == 0
-        self._run = max(self._ranks.agree(lambda: new_run(store.names()) if first else "", _unreadable, _RUN))
+        self._run = max(self._ranks.agree(lambda: new_run(store.checked().names()) if first else "", _unreadable, _RUN))
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""

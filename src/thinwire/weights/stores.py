@@ -7,7 +7,7 @@ import os
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -30,7 +30,7 @@ class Store:
         keys: Directory of keys that an ``https`` server has, too, and asks for.
 
     Raises:
-        UsageError: This is a file, fsspec does not know the URL, or the keys cannot be read.
+        UsageError: The URL is empty, or fsspec does not know it, or the keys cannot be read.
     """
 
     def __init__(self, url: str | os.PathLike[str], keys: str | os.PathLike[str] | None = None) -> None:
@@ -42,8 +42,8 @@ class Store:
             read = Keys.read(os.fspath(keys))
             options["ssl"] = tls_context(ssl.PROTOCOL_TLS_CLIENT, str(read.certificate), str(read.key))
         try:
-            if not self.url or Path(self.url).is_file():
-                raise ValueError("it is no directory")
+            if not self.url:
+                raise ValueError("it is empty")
             if self.url.startswith(("http://", "https://")):
                 options["client_kwargs"] = {"timeout": _patience()}
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -51,6 +51,16 @@ class Store:
             raise UsageError(f"store = {self.url!r}: {error}; give a directory, or a URL that fsspec knows") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._root = self._root.rstrip("/")
+
+    def checked(self) -> Self:
+        """The store, which is a directory or may become one.
+
+        Raises:
+            UsageError: It is a file.
+        """
+        if self._is_local and os.path.isfile(self._root):  # noqa: PTH113  (raises nothing where it may not look)
+            raise UsageError(f"store = {self.url!r} is a file; give a directory, or a URL that fsspec knows")
+        return self
 
     def names(self) -> list[Name]:
         """Names of all parts; none if the store is not there yet. Other files do not count."""

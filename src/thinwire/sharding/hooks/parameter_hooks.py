@@ -61,6 +61,15 @@ _DENSE: Final = {torch.Tensor}
 """Types of gradients that are taken at once."""
 
 
+def outside_compile(hook: Hook) -> Hook:
+    """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
+    storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
+    code = cast(FunctionType, hook)
+    set_code_exec_strategy(code.__code__, _NOT_COMPILED)
+    code._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
 # -- reads -----------------------------------------------------------------------------------------------------
 
 
@@ -279,15 +288,6 @@ def remove_table(module: nn.Module) -> None:
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
-
-
-def outside_compile(hook: Hook) -> Hook:
-    """Keep a hook, and everything that it calls, out of compiled graphs, which must not trace the re-pointing of
-    storages. The wrapper of ``torch.compiler.disable`` does the same and adds half a microsecond to every call."""
-    code = cast(FunctionType, hook)
-    set_code_exec_strategy(code.__code__, _NOT_COMPILED)
-    code._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
 
 
 class Deliveries(Delivery):
