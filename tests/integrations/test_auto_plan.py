@@ -139,7 +139,7 @@ def test_what_it_cannot_know_is_said() -> None:
     unsaid = ThinwireAccelerator(cpu=True, plan="auto")
     with pytest.raises(UsageError, match=r'plan="auto": .*AutoPlan\(sequence_length=\.\.\., micro_batch=\.\.\.\)'):
         unsaid.prepare(build())
-    with pytest.raises(UsageError, match=r"AutoPlan\(micro_batch=0\)"):
+    with pytest.raises(UsageError, match=r"micro_batch=0: a positive number"):
         AutoPlan(sequence_length=8, micro_batch=0)
     with pytest.raises(UsageError, match=r"codecs='loud'.*standard"):
         AutoPlan(sequence_length=8, micro_batch=1, codecs="loud")  # type: ignore[arg-type]

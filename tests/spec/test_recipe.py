@@ -492,3 +492,10 @@ def test_a_hugging_face_model_from_the_command_line(
     )
     (home / "model.safetensors").rename(home / "pytorch_model.bin")
     assert Recipe.read(path, model="model").model.starts_from_files, "refused later: pickles are not loaded"
+
+
+def test_a_model_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    recipe = ModelRecipe.parse({"kind": "huggingface", "path": str(tmp_path / "config.json")})
+    with pytest.raises(SpecError, match=r"is a file; give the directory that holds it, or set model\.config to it"):
+        recipe.configuration  # noqa: B018

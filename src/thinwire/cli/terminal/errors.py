@@ -58,9 +58,8 @@ def writing(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"{option} {path} cannot be written: {error.strerror}; name another path, in a directory that exists"
-        ) from error
+        where = ", in a directory that exists" if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror}; name another path{where}") from error
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -60,9 +60,9 @@ class AutoPlan:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "micro_batch"):
             if getattr(self, name) < 1:
-                raise UsageError(f"AutoPlan({name}={getattr(self, name)}): a positive number is needed")
+                raise UsageError(f"{name}={getattr(self, name)}: a positive number is needed")
         if self.codecs not in CODEC_LEVELS:
-            raise UsageError(f"AutoPlan(codecs={self.codecs!r}): valid are {', '.join(CODEC_LEVELS)}")
+            raise UsageError(f"codecs={self.codecs!r}: valid are {', '.join(CODEC_LEVELS)}")
 
 
 def plan_for(

@@ -55,20 +55,23 @@ class Building:
                 )
             return
         strategy, device = self._strategy, self._strategy.root_device
-        on_meta: dict[str, Any] = {}
-        if any(parameter.is_meta for parameter in module.parameters()):
+        on_meta = any(parameter.is_meta for parameter in module.parameters())
+        if on_meta:
             with self._first_ranks_numbers():
                 initialize_meta_modules(module, self._recording)
             with torch.no_grad():  # small parameters have values, and so have those built outside of the context
                 for parameter in module.parameters():
                     if not parameter.is_meta:
                         parameter.copy_(strategy.broadcast(parameter.detach()))
-            on_meta = {"values": RecordedValues(module, self._recording), "device": device}
-            self._recording = Recording()
         else:
             module.to(device)
         mesh = Factor(local=strategy.world_size // strategy.num_nodes, nodes=strategy.num_nodes)
-        tw.shard(module, plan_for(module, self._plan, mesh, COMPUTE_DTYPES[precision], device, **loop), **on_meta)
+        plan = plan_for(module, self._plan, mesh, COMPUTE_DTYPES[precision], device, **loop)
+        if not on_meta:
+            tw.shard(module, plan)
+            return
+        tw.shard(module, plan, values=RecordedValues(module, self._recording), device=device)
+        self._recording = Recording()
 
     @contextmanager
     def _first_ranks_numbers(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ def chosen_plan(
     mesh: Factor,
     compute_dtype: str | None,
     *,
-    asked_by: str = "the mixed precision of the loop",
+    asked_by: str | None = None,
 ) -> Plan:
     """The plan of a job.
 
@@ -34,7 +34,7 @@ def chosen_plan(
         mesh: Mesh of a preset.
         compute_dtype: The ``compute_dtype`` that the framework's precision asks for; ``None`` without one: presets then
             compute in float32, and other plans in their own.
-        asked_by: What asks for it, for messages.
+        asked_by: What asks for it, for messages; ``None`` for a mixed precision that can be left out.
 
     Raises:
         SpecError: There is no such preset or file, or the plan computes in another dtype than the framework.
@@ -43,9 +43,10 @@ def chosen_plan(
         return Plan.preset(str(plan), nodes=mesh.nodes, local=mesh.local, compute_dtype=compute_dtype or "float32")
     chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
     if compute_dtype not in (None, chosen.compute_dtype):
+        remedy = "change one of them" + ("" if asked_by else ", or leave the mixed precision out")
         raise SpecError(
             f"plan {chosen.name}",
-            f'compute_dtype = "{chosen.compute_dtype}", but {asked_by} asks for "{compute_dtype}": change one of them, '
-            "or leave the mixed precision out",
+            f'compute_dtype = "{chosen.compute_dtype}", but {asked_by or "the mixed precision of the loop"} asks for '
+            f'"{compute_dtype}": {remedy}',
         )
     return chosen

@@ -58,8 +58,12 @@ class ModelRecipe(Dimensions):
         """The configuration of a Hugging Face model, which is read once.
 
         Raises:
-            SpecError: It cannot be read.
+            SpecError: It cannot be read, or ``path`` is a file.
         """
+        if self.config is None and self.path is not None and Path(self.path).expanduser().is_file():
+            raise SpecError(
+                "model.path", f"{self.path} is a file; give the directory that holds it, or set model.config to it"
+            )
         return None if self.source is None else read_config(self.source)
 
     @property

@@ -27,8 +27,8 @@ _LONGEST: Final = 300
 def draft_huggingface(
     recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int
 ) -> tuple[HuggingFaceCausal, InitialValues]:
-    """Build the model of a configuration, with parameters on the meta device, and say where their
-    values are: in the directory's safetensors files, or made from a seed by the model's own initialiser.
+    """Build the model of a configuration, with parameters on the meta device, and say where their values are: in the
+    directory's safetensors files, or made from a seed by the model's own initialiser.
 
     Raises:
         DataError: The configuration describes no causal language model.

@@ -121,8 +121,6 @@ def cause(failures: Iterable[Failure]) -> Failure:
 
 def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun) -> None:
     """Be a rank, in a process that the server has forked."""
-    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
-
     leave_session()
     end_with_launcher()
     os.environ.clear()
@@ -131,6 +129,8 @@ def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun) ->
         with log.open("ab") as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
+    from thinwire.train.processes.worker import be_rank  # imported long ago, by the server
+
     raise SystemExit(be_rank(run))
 
 
