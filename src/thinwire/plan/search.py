@@ -252,9 +252,8 @@ class Search:
             if best is not None and best.fits:
                 if batch.computing + batch.bubble > best.seconds:
                     break
-                if (
-                    batch.plan.micro_batches >= best.plan.micro_batches
-                ):  # fewer may save communication; this computes longer
+                # Fewer micro-batches may save communication; this batch computes longer.
+                if batch.plan.micro_batches >= best.plan.micro_batches:
                     continue
             sized = {name: getattr(batch.plan, name) for name in ("micro_batch", "micro_batches", "recompute")}
             batched = plan.with_(**sized)
