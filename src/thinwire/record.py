@@ -176,7 +176,10 @@ def of_plan(run: RunRecord) -> tuple[Record, ...]:
 
 def steps_of(run: RunRecord) -> list[int]:
     """Number of steps that each record covers: those since the previous record, or since the run was resumed."""
-    begins = [int(start.get("step") or 0) for start in run.starts] or [0]
+    begins: list[int] = []
+    for start in run.starts:  # one that goes back behind an earlier one has undone it
+        step = int(start.get("step") or 0)
+        begins = [*(begin for begin in begins if begin <= step), step]
     counts, before = [], None
     for record in run.records:
         step = int(record["step"])

@@ -7,6 +7,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -164,6 +165,38 @@ def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").rename(tmp_path / f".old-a-{TOKEN}")  # it is between the renames
     recover(tmp_path)
     assert names(tmp_path) == [f".old-a-{TOKEN}", f".tmp-a-{TOKEN}", "b"]
+
+
+def test_a_process_that_was_forked_during_a_save_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a data loader begin while a save in the background renames directories, and live for long."""
+    read, write = os.pipe()
+    workers: list[int] = []
+
+    def fork_before(step: Callable[[Path], None]) -> Callable[[Path], None]:
+        def forked(path: Path) -> None:
+            if (worker := os.fork()) == 0:
+                os.close(write)
+                os.read(read, 1)  # until the test ends
+                os._exit(0)
+            workers.append(worker)
+            step(path)
+
+        return forked
+
+    monkeypatch.setattr(atomic, "_recover", fork_before(atomic._recover))  # while the directory is locked
+    monkeypatch.setattr(atomic, "sync", fork_before(atomic.sync))  # and while the new checkpoint is, too
+    try:
+        save(tmp_path / "a", "one")
+        monkeypatch.undo()
+        for directory in (tmp_path, tmp_path / "a"):
+            descriptor = os.open(directory, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+        assert len(workers) > 1
+    finally:
+        os.close(write)
+        for worker in workers:
+            os.waitpid(worker, 0)
 
 
 def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,23 @@ def test_every_key_that_accelerate_s_questionnaire_writes_has_a_rule() -> None:
     assert len(keys) > 10
     assert not callable(rules)
     assert keys <= set(rules)
-    assert {"distributed_type", "mixed_precision"} < set(ClusterConfig.__dataclass_fields__)
+    assert set(ClusterConfig.__dataclass_fields__) <= set(_RULES)
+
+
+def test_deepspeed_inside_accelerate_s_file_is_refused_with_what_to_convert() -> None:
+    for table, remedy in (
+        ({"deepspeed_config_file": "ds.json"}, "convert ds.json"),
+        ({"zero_stage": 3}, "write it to a JSON"),
+    ):
+        rows = from_accelerate(
+            {**ACCELERATE, "distributed_type": "DEEPSPEED", "deepspeed_config": table}, RANKS
+        ).refusals
+        assert remedy in {row.key: row.judgement.text for row in rows}["deepspeed_config"]
+
+
+def test_what_older_versions_of_accelerate_wrote_beside_is_off() -> None:
+    off = {"command_file": None, "dynamo_backend": "NO", "megatron_lm_config": {}, "tpu_name": None, "fp8_config": {}}
+    assert not from_accelerate({**ACCELERATE, **off}, RANKS).refusals
 
 
 def test_a_wrong_number_of_processes_is_refused() -> None:

@@ -79,6 +79,8 @@ def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: P
     path = write_run(tmp_path / "run", [record(4, per_record=4), record(8), record(12, per_record=4)])
     RunDirectory(path).note_start(6, {"plan": "zero1"})
     assert steps_of(read_run(path)) == [4, 2, 4]
+    RunDirectory(path).note_start(3, {"plan": "zero1"})  # step 6 is gone, and so is what began there
+    assert steps_of(read_run(path)) == [1, 4, 4]
     (path / "starts.jsonl").unlink()
     assert steps_of(read_run(path)) == [2, 4, 4], "without a list of starts the first record is as wide as log_every"
 

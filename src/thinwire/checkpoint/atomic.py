@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, final
 
-from thinwire.checkpoint.durable import make_directory, sync
+from thinwire.checkpoint.durable import make_directory, sync, unlock
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
 
@@ -96,7 +96,7 @@ class Staging:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
 
@@ -151,7 +151,7 @@ def _alone_in(parent: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        unlock(descriptor)
 
 
 def _delete(directory: Path) -> None:
@@ -185,7 +185,7 @@ def _is_abandoned(directory: Path) -> bool:
     except OSError:
         return False
     if lock is not None:
-        os.close(lock)
+        unlock(lock)
         return True
     newest = 0.0
     for path in [directory, *directory.iterdir()]:

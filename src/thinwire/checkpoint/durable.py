@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import tempfile
@@ -76,3 +78,14 @@ def rename_file(draft: Path, path: Path) -> None:
     sync(draft)
     draft.replace(path)
     sync(path.parent)
+
+
+def unlock(descriptor: int) -> None:
+    """Release the lock of a file, and close its descriptor.
+
+    A process that was forked meanwhile, such as a worker of a data loader, has the descriptor too. If this one only
+    closed its own, the file would stay locked for as long as that process lives.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

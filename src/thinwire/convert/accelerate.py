@@ -39,8 +39,14 @@ def _computing(dtype: str, source: Source) -> Judgement:
 def _distributed(value: Any, _source: Source) -> Judgement:
     if value in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
         return mapped(note="fsdp_config sets the factors" if value == "FSDP" else "preset ddp")
-    remedy = "convert its JSON instead" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
+    remedy = "see deepspeed_config" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
     return refused(f"this kind cannot be converted from accelerate's file; {remedy}")
+
+
+def _deepspeed(value: Any, source: Source) -> Judgement:
+    file = value.get("deepspeed_config_file") if isinstance(value, dict) else None
+    remedy = f"convert {file}" if file else 'write it to a JSON as {"zero_optimization": {"stage": 3}}; convert that'
+    return off("it cannot be converted from accelerate's file", remedy, harmless=({},))(value, source)
 
 
 def _processes(value: int, source: Source) -> Judgement:
@@ -81,11 +87,14 @@ _WRAPPED: Final = because("tw.shard finds the blocks; units= names other modules
 _SAVED: Final = because("thinwire export writes whole weights; checkpoints are sharded and load on any ranks")
 _PREFETCHED: Final = because("prefetch gathers units ahead, 1 by default")
 
+_COMPILED: Final = ("blocks are not compiled in a recipe", "call torch.compile in your own loop")
+
 _OF_LAUNCHERS: Final = dict.fromkeys(
     (
-        "compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "machine_rank", "main_process_ip",
-        "main_process_port", "main_training_function", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster",
-        "tpu_use_sudo", "use_cpu",
+        "command_file", "commands", "compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "ipex_config",
+        "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "mpirun_config",
+        "rdzv_backend", "same_network", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone",
+        "use_cpu",
     ),
     because("the launcher sets it"),
 )  # fmt: skip
@@ -113,8 +122,11 @@ _RULES: Final[Rules] = {
         "fsdp_use_orig_params": because("parameters keep their names and shapes"),
     },
     "downcast_bf16": because("it applies to TPUs"),
-    "dynamo_config": off("blocks are not compiled in a recipe", "call torch.compile in your own loop", harmless=({},)),
-    "deepspeed_config": off("it cannot be converted from accelerate's file", "convert its JSON", harmless=({},)),
+    "dynamo_config": off(*_COMPILED, harmless=({},)),
+    "dynamo_backend": off(*_COMPILED, harmless=("NO", "no")),
+    "deepspeed_config": _deepspeed,
+    "fp8_config": off("there is no FP8", "use mixed_precision: bf16", harmless=({},)),
+    "megatron_lm_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
     "parallelism_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
     **_OF_LAUNCHERS,
 }

@@ -232,4 +232,4 @@ def _json(content: str, what: str) -> Any:
     except SpecError:
         raise
     except (ValueError, RecursionError) as error:  # not JSON, a whole number of too many digits, or too many brackets
-        raise SpecError(what, f"not valid JSON: {error}") from error
+        raise SpecError(what, f"not valid JSON (comments and trailing commas are not): {error}") from error

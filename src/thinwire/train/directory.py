@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from thinwire.checkpoint.durable import make_directory, replace_file
+from thinwire.checkpoint.durable import make_directory, replace_file, unlock
 from thinwire.errors import UsageError
 from thinwire.spec.expectation import Expectation
 from thinwire.spec.models.huggingface import computed_with
@@ -91,7 +91,7 @@ class RunDirectory:
                 pass  # a file system without locks
             yield
         finally:
-            os.close(descriptor)
+            unlock(descriptor)
 
     def check(self, *, resume: bool) -> None:
         """Refuse to overwrite a run, or to resume a run that does not exist.

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from thinwire.checkpoint.durable import make_directory, rename_file
+from thinwire.checkpoint.durable import make_directory, rename_file, unlock
 from thinwire.errors import UsageError
 
 log = logging.getLogger("thinwire")
@@ -52,7 +52,7 @@ class KeptVersion:
 
     def close(self) -> None:
         """Let others keep versions in the directory."""
-        os.close(self._lock)
+        unlock(self._lock)
 
     def load(self) -> tuple[str, int, int, dict[str, torch.Tensor]] | None:
         """Run, version, step and weights that are in the file; ``None`` if it is not there, or of another origin."""

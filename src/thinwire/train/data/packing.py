@@ -273,4 +273,7 @@ def _locked(path: Path) -> Iterator[None]:
                 f"data.cache: {path.parent} does not support file locks ({error.strerror}); "
                 "set data.cache to a directory on a local disk"
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
