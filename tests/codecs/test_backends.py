@@ -130,6 +130,9 @@ def test_fused_forms_are_their_composition(name: str, threads: int, target: str)
                     one.decode_sum_into(total, torch.empty(numel, dtype=out)) for one in (native, reference)
                 )
                 assert same(made, wanted)
+                assert torch.equal(
+                    native.encode_sum(total, to[1]), to[0].encode(reference.decode_sum_into(total, torch.empty(numel)))
+                )
             short = numel - numel // 3
             fewer = native.encode_slices(x, [(0, short), (1, 1 + short)], seed=9)
             totals = [

@@ -282,11 +282,26 @@ class Codec(Coder):
         Returns:
             The message, a 1-D uint8 tensor.
         """
-        total = Sum(wires, numel, None, scale, encoded_dtype(self.spec, encoded))
+        return self.encode_sum(
+            Sum(wires, numel, None, scale, encoded_dtype(self.spec, encoded)), to, seed=seed, out=out
+        )
+
+    def encode_sum(self, total: Sum, to: Codec, *, seed: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Compute a sum of messages and of other values, and encode it, in one pass.
+
+        Args:
+            total: The sum, of messages of this codec.
+            to: Codec of the result, of the same backend or of another package.
+            seed: Seed for ``to``; see :meth:`encode`.
+            out: Contiguous uint8 tensor of at least ``to.max_wire_bytes(total.numel, torch.float32)`` bytes.
+
+        Returns:
+            The message, a 1-D uint8 tensor.
+        """
         self._check_next(to)
         check_sum(self.spec, total)
-        wire = checked_room(out, to.max_wire_bytes(numel, torch.float32), wires.device)
-        if numel == 0:
+        wire = checked_room(out, to.max_wire_bytes(total.numel, torch.float32), total.wires.device)
+        if total.numel == 0:
             return wire[:0]
         return wire[: self._decode_sum_encode(total, to, wire, checked_seed(to.spec, seed))]
 
