@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from thinwire.collectives.job.connecting import abort_native
+from thinwire.collectives.job.connecting import abort_links
 from thinwire.collectives.job.current import job
 from thinwire.collectives.job.rollcall import REMEDY
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
@@ -21,7 +21,7 @@ def failure_of(
     """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both. The
     exchange began at ``started`` of ``time.monotonic()``."""
     job.has_failed = True
-    abort_native()
+    abort_links(native=True)
     if verdict := job.rollcall.find_verdict():
         return MismatchError(f"rank {dist.get_rank()}: {verdict}")
     size = "" if nbytes is None else f"{nbytes} bytes, "
