@@ -34,8 +34,7 @@ class TopK(Codec):
         del encoded
         numel = out.numel()
         codes, places, scales = self._fields(wire, numel)
-        total = self._total(numel)
-        code, place = unpack(codes, 2)[:total], unpack(places, 12)[:total]
+        code, place = unpack(codes, 2), unpack(places, 12)
         # Messages may lie at any address, at which fp32 cannot be read.
         scale = scales.clone().view(torch.float32)[: 2 * -(-numel // CHUNK)].view(-1, 2)
         values, done, chunk = torch.zeros(numel, dtype=torch.float32, device=out.device), 0, 0
@@ -52,10 +51,6 @@ class TopK(Codec):
         end = numel // CHUNK * CHUNK
         parts = [(x[:end].view(-1, CHUNK), whole), (x[end:].view(1, -1), rest)]
         return [(rows, count) for rows, count in parts if rows.numel()]
-
-    def _total(self, numel: int) -> int:
-        whole, rest = kept(self.spec.parameters, numel)
-        return whole * (numel // CHUNK) + rest
 
     def _fields(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
         """The parts of a message: codes, places and magnitudes, each with its padding."""

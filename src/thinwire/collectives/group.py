@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.gateway.keys import KEYS, Keys
 from thinwire.collectives.gateway.shelter import BACKEND, Shelter
-from thinwire.collectives.job.connecting import abort_native, connect, forget_links
+from thinwire.collectives.job.connecting import abort_links, connect, forget_links
 from thinwire.collectives.job.control import Control, control, control_beside, forget_controls, is_initialized, ranks_of
 from thinwire.collectives.job.current import DEFAULT_TIMEOUT, job
 from thinwire.collectives.job.failures import explained_transport
@@ -198,7 +198,7 @@ def shutdown() -> None:
     job.has_failed = False
     job.begin_rollcall()
     if in_error:
-        abort_native()
+        abort_links(native=True)
     _forget(close_links=not in_error)
     if is_initialized():
         job.number += 1

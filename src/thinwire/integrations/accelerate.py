@@ -277,15 +277,9 @@ class ThinwireAccelerator(Accelerator):
             for model, outside in sharded:
                 begin_micro_batch(model, last=outside)
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Any:
         """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        if not is_sharded(model):
-            with super().no_sync(model):
-                yield
-            return
-        with without_sync(model):
-            yield
+        return without_sync(model) if is_sharded(model) else super().no_sync(model)
 
     @staticmethod
     @contextlib.contextmanager

@@ -56,14 +56,6 @@ class ThinwireFabricPrecision(ShardedPrecision, MixedPrecision):
         super().backward(tensor if self.loss_scale is None else self.loss_scale.scale(tensor), model, *args, **kwargs)
 
 
-class _SyncControl:
-    """How ``fabric.no_backward_sync`` keeps ranks from combining gradients."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Combine no gradients in the backward inside, if ``enabled``."""
-        return without_sync(_original(module)) if enabled else nullcontext()
-
-
 class _Forward(nn.Module):
     """What Fabric calls in place of a sharded module, so that it also sends marked methods through its forward."""
 
@@ -104,7 +96,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         self._sharded: WeakSet[nn.Module] = WeakSet()
         self._buffers: list[SharedBuffers] = []
         super().__init__(**options)
-        self._backward_sync_control: Any = _SyncControl()
+        self._backward_sync_control: Any = self  # whose no_backward_sync Fabric calls
 
     # -- precision ---------------------------------------------------------------------------------------------
 
@@ -200,6 +192,10 @@ class ThinwireFabricStrategy(DDPStrategy):
                 'loss_scale=getattr(fabric.strategy.precision, "loss_scale", None))'
             )
         return optimizer
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Combine no gradients in the backward inside, if ``enabled``."""
+        return without_sync(_original(module)) if enabled else nullcontext()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Make a step, and give all ranks the first one's buffers. Collective."""

@@ -160,11 +160,9 @@ class ThinwireStrategy(DDPStrategy):
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> Any:
         """Let ``configure_model`` build layers without memory for their parameters."""
-        with self._building.context():
-            yield
+        return self._building.context()
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, unless an earlier run has, and make the optimizer over shares."""
@@ -212,11 +210,9 @@ class ThinwireStrategy(DDPStrategy):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        with without_sync(self.lightning_module):
-            yield
+        return without_sync(self.lightning_module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch, or all of a manual optimization."""

@@ -68,13 +68,11 @@ class ThinwireTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         if not config.training.disable_cuda_graphs:
             raise cuda_graphs_error("training.disable_cuda_graphs = False", "set it to True")
-        if config.checkpoint.create_seed_checkpoint:
-            raise UsageError(
-                "checkpoint.create_seed_checkpoint = True: every plan starts from the same values for a debug.seed; "
-                "leave it out"
-            )
-        if config.comm.mode != "default":
-            raise UsageError(f"comm.mode = {config.comm.mode!r}: thinwire exchanges over real ranks; use 'default'")
+        same_values = "every plan starts from the same values for a debug.seed; leave it out"
+        _require(
+            ("checkpoint.create_seed_checkpoint", config.checkpoint.create_seed_checkpoint, False, same_values),
+            ("comm.mode", config.comm.mode, "default", "thinwire exchanges over real ranks; use 'default'"),
+        )
         assert config.model_spec is not None
         split = functools.partial(parallelize, plan=config.plan)
         config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=split)
@@ -222,30 +220,27 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def _require(*options: tuple[str, object, object, str]) -> None:
+    """Refuse options that have another value than they need here: name, value, needed value, and what to do."""
+    for name, value, needed, remedy in options:
+        if value != needed:
+            raise UsageError(f"{name} = {value!r}: {remedy}")
+
+
 def _refuse_parallelism(parallel_dims: Any, parallelism: Any) -> None:
     """Refuse ranks that are not data-parallel, and what a plan decides here."""
-    for name, degree in (
-        ("tensor_parallel_degree", parallel_dims.tp),
-        ("pipeline_parallel_degree", parallel_dims.pp),
-        ("context_parallel_degree", parallel_dims.cp),
-        ("expert_parallel_degree", parallel_dims.ep),
-    ):
-        if degree > 1:
-            raise UsageError(
-                f"parallelism.{name} = {degree}: thinwire shards over data-parallel ranks here; set it to 1"
-            )
-    if parallel_dims.dp_replicate > 1:
-        raise UsageError(
-            f"parallelism.data_parallel_replicate_degree = {parallel_dims.dp_replicate}: the plan says what is "
-            "replicated, for example 'hsdp' or 'zero1-node'; leave it at 1"
-        )
-    if parallelism.fsdp_reshard_after_forward != "default":
-        raise UsageError(
-            f"parallelism.fsdp_reshard_after_forward = {parallelism.fsdp_reshard_after_forward!r}: the plan's "
-            "keep_gathered says what stays gathered; leave it at 'default'"
-        )
-    if parallelism.enable_fsdp_symm_mem:
-        raise UsageError("parallelism.enable_fsdp_symm_mem = True: it is FSDP's; leave it out")
+    one = "thinwire shards over data-parallel ranks here; set it to 1"
+    replicated = "the plan says what is replicated, for example 'hsdp' or 'zero1-node'; leave it at 1"
+    gathered = "the plan's keep_gathered says what stays gathered; leave it at 'default'"
+    _require(
+        ("parallelism.tensor_parallel_degree", parallel_dims.tp, 1, one),
+        ("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1, one),
+        ("parallelism.context_parallel_degree", parallel_dims.cp, 1, one),
+        ("parallelism.expert_parallel_degree", parallel_dims.ep, 1, one),
+        ("parallelism.data_parallel_replicate_degree", parallel_dims.dp_replicate, 1, replicated),
+        ("parallelism.fsdp_reshard_after_forward", parallelism.fsdp_reshard_after_forward, "default", gathered),
+        ("parallelism.enable_fsdp_symm_mem", parallelism.enable_fsdp_symm_mem, False, "it is FSDP's; leave it out"),
+    )
     if parallelism.spmd_backend == "full_dtensor":
         raise UsageError(
             "parallelism.spmd_backend = 'full_dtensor': inputs would be DTensors; use 'spmd_types' or 'partial_dtensor'"
@@ -259,11 +254,8 @@ def _refuse_options(model: nn.Module, training: Any, compile_config: Any) -> Non
             "compile.components has 'model': blocks of a sharded model are not compiled here; compile 'loss' alone or "
             "set compile.enable = False"
         )
-    if training.dtype != "float32":
-        raise UsageError(
-            f"training.dtype = {training.dtype!r}: masters are float32; use training.mixed_precision_param to compute "
-            "in bfloat16"
-        )
+    masters = "masters are float32; use training.mixed_precision_param to compute in bfloat16"
+    _require(("training.dtype", training.dtype, "float32", masters))
     if has_quantization(getattr(model, "config", None)):
         raise UsageError(
             "the model has float8 or other quantized layers, which gather weights themselves: use it without converters"

@@ -17,7 +17,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import Messages
+from thinwire.collectives.point_to_point import point_to_point
 from thinwire.errors import UsageError
 from thinwire.intercept.encoded import deliver, flat, ready
 from thinwire.intercept.members import MemberGroup, part_of
@@ -60,12 +60,8 @@ class Channels:
         before = pair.sent
 
         def body() -> None:
-            if codec is None:
-                pair.send(values.view(torch.uint8), pair.index, 1 - pair.index)
-                return
-            messages = Messages(codec, [values.numel()], values.dtype, values.device)
-            messages.encode(0, values, seed)
-            messages.send(pair, pair.index, 1 - pair.index)
+            sent = values.view(torch.uint8) if codec is None else values
+            point_to_point(pair, sent, pair.index, 1 - pair.index, codec=codec, seed=seed).perform()
 
         work = direction.queue.perform(body, [], [values], wait=False)
         return work, pair.sent - before
@@ -76,15 +72,9 @@ class Channels:
         pair, tensor = direction.pair, ready(tensor)
 
         def body() -> None:
-            if codec is None:
-                message = allocate(tensor.nbytes, torch.uint8, tensor.device)
-                pair.send(message, 1 - pair.index, pair.index)
-                deliver(message.view(tensor.dtype), tensor)
-                return
-            messages = Messages(codec, [tensor.numel()], tensor.dtype, tensor.device)
-            messages.send(pair, 1 - pair.index, pair.index)
-            values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-            messages.decode(0, values)
+            values = allocate(tensor.numel(), tensor.dtype, tensor.device)
+            received = values.view(torch.uint8) if codec is None else values
+            point_to_point(pair, received, 1 - pair.index, pair.index, codec=codec).perform()
             deliver(values, tensor)
 
         def receive() -> QueuedWork:

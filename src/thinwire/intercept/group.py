@@ -24,7 +24,7 @@ from thinwire.collectives.group import before_shutdown
 from thinwire.collectives.links.nccl import Membership
 from thinwire.collectives.links.streams import streams_of
 from thinwire.errors import UsageError, WireError
-from thinwire.intercept import encoded, exchange
+from thinwire.intercept import encoded
 from thinwire.intercept.channels import Channels
 from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, scale_of
 from thinwire.intercept.members import MembersAxis, check_nodes, count_nodes
@@ -231,7 +231,7 @@ class CompressingGroup(PlainGroup):
 
         def body() -> None:
             members = self._joined_members(output.device, 1).inside
-            lengths = exchange.all_to_all(members, output, tensor, from_ranks, to_ranks, self._seed)
+            lengths = encoded.all_to_all(members, output, tensor, from_ranks, to_ranks, self._seed)
             self._report_exchange(str(chosen.spec), plain, lengths)
 
         (output,), (tensor,) = encoded.arrived([output]), encoded.arrived([tensor])
@@ -239,12 +239,12 @@ class CompressingGroup(PlainGroup):
 
     alltoall_base: Any = all_to_all_single  # an older name
 
-    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> exchange.RankPieces:
+    def _pieces(self, tensor: torch.Tensor, rows: Sequence[int] | None, chosen: Codec | None) -> encoded.RankPieces:
         """The pieces of a tensor, and the codecs of those that other ranks have or get."""
-        numels = exchange.numels(tensor, rows, len(self._ranks))
+        numels = encoded.numels(tensor, rows, len(self._ranks))
         codecs = [None if chosen is None else self._gate.choose("send", tensor, numel)[0] for numel in numels]
         codecs[self.rank()] = None
-        return exchange.RankPieces(numels, tuple(codecs), tensor.dtype)
+        return encoded.RankPieces(numels, tuple(codecs), tensor.dtype)
 
     def _report_exchange(self, codec: str, plain: Sequence[int], sent: Sequence[int], why: str = "") -> None:
         """Count what other ranks get, in bytes by rank."""

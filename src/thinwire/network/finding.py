@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -183,7 +183,7 @@ class _Finder:
     def _take(self, schedule: Iterable[Pairs]) -> list[Timed]:
         """Let the pairs of each round exchange, all at once, and return their seconds on every rank."""
         rounds = [*schedule]
-        mine = [self._exchange(dict(_both_ways(pairs)).get(self._node)) for pairs in rounds]
+        mine = [self._exchange({**dict(pairs), **{b: a for a, b in pairs}}.get(self._node)) for pairs in rounds]
         of_rank = self._control.all_gather_typed(mine, _SECONDS)
         local = self._mesh.local
         taken = []
@@ -214,12 +214,6 @@ class _Finder:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - begin
-
-
-def _both_ways(pairs: Pairs) -> Iterator[tuple[int, int]]:
-    for one, other in pairs:
-        yield one, other
-        yield other, one
 
 
 def _medians(samples: Iterable[Timed]) -> dict[tuple[int, int], float]:

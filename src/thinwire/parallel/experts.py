@@ -169,8 +169,7 @@ class _Shared:
         expert = numbers.repeat_interleave(counts.flatten(), output_size=rows.shape[0])
         with _local_parameters(self._module) as parameters:
             if not rows.shape[0]:  # the backward still has to take part in the exchange of the others
-                nothing: Tensor = _Nothing.apply(rows, *parameters)
-                return nothing
+                return rows + sum(parameter.flatten()[:0].sum() for parameter in parameters)
             ones = torch.ones(rows.shape[0], 1, dtype=dtype, device=rows.device)
             made = self._forward(_Scaled.apply(rows, self._ways), expert.unsqueeze(1), ones)
         scaled: Tensor = _Scaled.apply(made, 1 / self._ways)
@@ -217,17 +216,3 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> DTensor:
         return DTensor.from_local(grad_outputs[0], ctx.mesh, ctx.placements, run_check=False)
-
-
-class _Nothing(torch.autograd.Function):
-    """The output of experts without tokens: no rows, and gradients of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        # Not the tensors: parameters may be gathered anew until the backward.
-        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (rows, *parameters)]
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)

@@ -127,7 +127,8 @@ class Subscriber:
                 break
         if problem is not None and (newest := max(found))[:2] != (self.run, self.version):
             self._ask(newest)
-        self._fetched = {name: content for name, content in self._fetched.copy().items() if self._is_newer(name)}
+        held = self._fetched.copy().items()
+        self._fetched = {name: content for name, content in held if (name.run, name.version) > self._past}
         if self._kept is not None and self.run is not None and self.version is not None:
             self._kept.save(self.run, self.version, self.step, self._tensors)
         if (self.run, self.version) != self._taken:
@@ -233,9 +234,6 @@ class Subscriber:
             if version not in ways or _cost(way) < _cost(ways[version]):
                 ways[version] = way
         return ways[max(ways)] if ways else []
-
-    def _is_newer(self, name: Name) -> bool:
-        return (name.run, name.version) > self._past
 
     @torch.no_grad()
     def _apply(self, key: _Key, names: Sequence[Name]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import http.server
 import io
-import shutil
 import ssl
 from http import HTTPStatus
 from pathlib import Path
@@ -32,7 +31,7 @@ def weights_server(directory: Path, host: str, port: int, keys: Keys | None) -> 
         UsageError: It cannot listen there, or the keys cannot be read.
     """
     try:
-        server = _Server((host, port), functools.partial(_Handler, directory))
+        server = _Server((host, port), functools.partial(_Handler, directory=directory))
     except OSError as error:
         raise UsageError(
             f"cannot listen at {host}:{port}: {error.strerror}; choose another --host or --port"
@@ -51,41 +50,28 @@ class _Server(http.server.ThreadingHTTPServer):
 
 
 @final
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _SILENCE
 
-    def __init__(self, directory: Path, *args: object) -> None:
-        self._directory = directory
-        super().__init__(*args)  # type: ignore[arg-type]
-
-    def do_GET(self) -> None:
-        """Send the index, or a part."""
+    def send_head(self) -> IO[bytes] | None:  # type: ignore[override]
+        """Send the head of the index, or of a part; returns what follows it."""
         name = self.path.removeprefix("/")
         if not name:
-            links = (f'<a href="{part}">{part}</a>' for part in Store(self._directory).names())
-            self._send(io.BytesIO("<br>\n".join(links).encode()), "text/html")
-        elif Name.read(name) is None:
-            self.send_error(HTTPStatus.NOT_FOUND)
-        else:
-            try:
-                file = (self._directory / name).open("rb")
-            except OSError:
-                self.send_error(HTTPStatus.NOT_FOUND)
-                return
-            with file:
-                self._send(file, "application/octet-stream")
+            return self._index()
+        if Name.read(name) is not None:
+            return super().send_head()
+        self.send_error(HTTPStatus.NOT_FOUND)
+        return None
 
-    do_HEAD = do_GET
-
-    def _send(self, content: IO[bytes], kind: str) -> None:
+    def _index(self) -> IO[bytes]:
+        links = (f'<a href="{part}">{part}</a>' for part in Store(self.directory).names())
+        content = "<br>\n".join(links).encode()
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(content.seek(0, 2)))
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
-            content.seek(0)
-            shutil.copyfileobj(content, self.wfile, 1 << 20)
+        return io.BytesIO(content)
 
     def log_message(self, *_: object) -> None:
         """Say nothing: subscribers ask several times a second."""

@@ -56,27 +56,37 @@ def other_keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return make_keys(tmp_path_factory.mktemp("keys") / "others")
 
 
-class Echo:
-    """A rank's port: sends back what it gets, and remembers it."""
+class Server:
+    """Serves each connection to a port in a thread of its own."""
 
-    def __init__(self) -> None:
-        self.received = bytearray()
+    def __init__(self, address: str) -> None:
         self.connections = 0
-        self._socket = socket.create_server((INSIDE, 0))
+        self._socket = socket.create_server((address, 0))
         self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
         self._socket.close()
 
-    def _serve(self) -> None:
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
                 self.connections += 1
-                threading.Thread(target=self._echo, args=(connection,), daemon=True).start()
+                threading.Thread(target=self.serve, args=(connection,), daemon=True).start()
 
-    def _echo(self, connection: socket.socket) -> None:
+    def serve(self, connection: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class Echo(Server):
+    """A rank's port: sends back what it gets, and remembers it."""
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        super().__init__(INSIDE)
+
+    def serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:
             while data := connection.recv(1 << 16):
                 self.received += data
@@ -199,31 +209,17 @@ def test_strangers_disturb_nobody(pair: tuple[Gateway, Gateway, int], echo: Echo
     assert exchange(at, data) == data
 
 
-class Tap:
+class Tap(Server):
     """Someone on the way, who records what passes and may change it."""
 
     def __init__(self, target: int) -> None:
         self.seen = bytearray()
         self.flip_at: int | None = None
         self._target = target
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self._socket.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__("127.0.0.1")
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                near, _ = self._socket.accept()
-            except OSError:
-                return
-            far = socket.create_connection(("127.0.0.1", self._target))
-            threading.Thread(target=self._join, args=(near, far), daemon=True).start()
-
-    def _join(self, near: socket.socket, far: socket.socket) -> None:
-        with near, far:
+    def serve(self, connection: socket.socket) -> None:
+        with connection as near, socket.create_connection(("127.0.0.1", self._target)) as far:
             back = threading.Thread(target=self._pass, args=(far, near, False), daemon=True)
             back.start()
             self._pass(near, far, True)

@@ -1,4 +1,4 @@
-"""The native module (csrc/bind*.cpp).
+"""The native module (csrc/bind.cpp).
 
 Memory is passed as addresses and sizes: callers see to device, dtype, contiguity and lifetime. All functions
 release the interpreter lock and use at most ``threads`` threads. Sizes that do not fit raise `ValueError`.

@@ -83,7 +83,10 @@ class BlockCodec(Codec):
     def _round(self, x_BV: Tensor, max_B: Tensor) -> tuple[Tensor, Tensor]:
         """Rule 3."""
         levels = 1 << (self._bits - 1)
-        return _codes(x_BV, max_B, levels), max_B * (-1.0 / levels)
+        # Divide tensor by tensor: torch replaces a number divided by a tensor by a multiplication with the reciprocal.
+        factor_B = torch.full_like(max_B, -levels) / max_B
+        codes_BV = torch.round(x_BV * factor_B[:, None]).clamp(-levels, levels - 1).to(torch.int32)
+        return codes_BV, max_B * (-1.0 / levels)
 
     def _search(self, x_BV: Tensor, max_B: Tensor) -> tuple[Tensor, Tensor]:
         """Rule 4."""
@@ -189,12 +192,6 @@ def butterflies(x_BV: Tensor) -> Tensor:
 def _blocks(x: Tensor, block: int) -> Tensor:
     """Reshape values (N) to (B, V), completed with zeros, which change neither a maximum nor an error nor a sum."""
     return torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)
-
-
-def _codes(x_BV: Tensor, max_B: Tensor, levels: int) -> Tensor:
-    # Divide tensor by tensor: torch replaces a number divided by a tensor by a multiplication with the reciprocal.
-    factor_B = torch.full_like(max_B, -levels) / max_B
-    return torch.round(x_BV * factor_B[:, None]).clamp(-levels, levels - 1).to(torch.int32)
 
 
 def _codes_of(x_BV: Tensor, gain_B: Tensor, unit: int, bits: int) -> Tensor:

@@ -131,58 +131,47 @@ class Pieces:
     skipped: int
 
 
-@dataclass(frozen=True, slots=True)
-class Compensation:
-    """Error feedback: ``lost`` is added to the values, and becomes what their codes lose.
+def transcode(
+    source: Values,
+    target: Values,
+    numel: int,
+    *,
+    bounds: Sequence[tuple[int, int]] | None = None,
+    keys: Tensor | None = None,
+    scale: float = 1.0,
+    seed: int = 0,
+    onto: Values | None = None,
+    lost: Tensor | None = None,
+    gain: float = 0.0,
+    each: bool = False,
+    pieces: Pieces | None = None,
+) -> None:
+    """Read ``numel`` values of each message (several as their sum), or of the longest slice, and write them.
 
-    Attributes:
-        lost: Contiguous 1-D fp32 tensor with as many values as the source.
-        gain: Fraction of the loss that the next message compensates; in (0, 1].
-    """
-
-    lost: Tensor
-    gain: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """How values are processed between reading and writing.
-
-    Attributes:
+    Args:
+        source: What is read.
+        target: What is written.
+        numel: Number of values.
         bounds: Slices of the source that are encoded as messages; ``None`` for the whole source.
         keys: Result of :func:`largest_keys`, for one scale per message.
         scale: Factor on the sum.
         seed: Folded seed of stochastic rounding.
         onto: Values of a tensor that the sum starts from; they may be those of the target.
-        feedback: Error feedback of the values that are encoded; ``None`` for none.
+        lost: Error feedback: contiguous 1-D fp32 tensor with as many values as the source. It is added to the values,
+            and becomes what their codes lose.
+        gain: Fraction of the loss that the next message compensates; in (0, 1] if there is a ``lost``.
         each: Whether each message of the source is decoded into a row of the target, instead of added to the others.
-        raw: Whether words of the target's size are copied unchanged.
         pieces: The pieces of which sums are made; ``None`` for one sum.
     """
-
-    bounds: Sequence[tuple[int, int]] | None = None
-    keys: Tensor | None = None
-    scale: float = 1.0
-    seed: int = 0
-    onto: Values | None = None
-    feedback: Compensation | None = None
-    each: bool = False
-    raw: bool = False
-    pieces: Pieces | None = None
-
-
-def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
-    """Read ``numel`` values of each message (several as their sum), or of the longest slice, and write them."""
-    read, written, how = source.memory, target.memory, treatment
-    slices = Slices("regular", read, 0, numel) if how.each else Slices.of(how.bounds, read)
-    onto = target if how.onto is None else how.onto
-    pieces = how.pieces or Pieces(len(how.bounds or (None,)), 0, 0, 0)
-    rows = len(read) if how.each else pieces.number
+    read, written = source.memory, target.memory
+    slices = Slices("regular", read, 0, numel) if each else Slices.of(bounds, read)
+    places = pieces or Pieces(len(bounds or (None,)), 0, 0, 0)
+    copies = source.form == target.form and onto is None and lost is None and (each or read.dim() == 1)
     values = _values_of(source.form, target.form, generation(read.device))
     tile = _tile(source.form, target.form, values)
     launch(
         _transcode,
-        (ceil_div(numel, tile.rows * tile.block), rows),
+        (ceil_div(numel, tile.rows * tile.block), len(read) if each else places.number),
         source.elements,
         source.words,
         # Distances between rows are in units of 16 bytes, so that the compiler knows that rows are aligned.
@@ -190,31 +179,31 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         target.elements,
         target.words,
         written,
-        written.stride(0) * written.element_size() // 16 if written.dim() == 2 and not how.each else 0,
-        onto.elements,
-        written if how.feedback is None else how.feedback.lost,
-        written if how.keys is None else how.keys,
+        written.stride(0) * written.element_size() // 16 if written.dim() == 2 and not each else 0,
+        target.elements if onto is None else onto.elements,
+        written if lost is None else lost,
+        written if keys is None else keys,
         slices.table,
         numel,
         slices.start,
         slices.step,
-        pieces.distance,
-        pieces.values,
-        pieces.skipped,
-        how.scale,
-        how.seed - (1 << 32) if how.seed >= 1 << 31 else how.seed,
+        places.distance,
+        places.values,
+        places.skipped,
+        scale,
+        seed - (1 << 32) if seed >= 1 << 31 else seed,
         SOURCE=source.form,
         TARGET=target.form,
-        ONTO=None if how.onto is None else onto.form,
-        GAIN=0.0 if how.feedback is None else how.feedback.gain,
+        ONTO=None if onto is None else onto.form,
+        GAIN=gain,
         TILE=tile,
-        COUNT=len(read) if read.dim() == 2 and not how.each else 1,
-        EACH=how.each,
-        SCALED=how.scale != 1.0,
+        COUNT=len(read) if read.dim() == 2 and not each else 1,
+        EACH=each,
+        SCALED=scale != 1.0,
         SLICES=slices.mode,
-        PIECES=how.pieces is not None,
-        PARTIALS=0 if how.keys is None else PARTIALS,
-        RAW=how.raw,
+        PIECES=pieces is not None,
+        PARTIALS=0 if keys is None else PARTIALS,
+        RAW=copies,
         threads=_threads_of(tile, values),
     )
 

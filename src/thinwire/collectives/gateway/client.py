@@ -28,7 +28,6 @@ class Gateway:
     """
 
     def __init__(self, keys: Keys, job: str, world: int) -> None:
-        self._keys = keys
         self._lock = threading.Lock()
         # A session of its own: signals of the terminal are meant for the rank.
         self._process = subprocess.Popen(

@@ -53,20 +53,15 @@ def connect(membership: Membership, make: MakeBackend | None, address: str = "")
     return links if membership.device.type == "cpu" else StagedLinks(links)
 
 
-def abort_native() -> None:
-    """Abort everything that is queued on devices: kernels that wait for other ranks would block the host for good."""
+def abort_links(*, native: bool = False) -> None:
+    """Abort every exchange between subgroups, or only what is queued on devices: kernels that wait for other ranks
+    would block the host for good."""
     for links in list(_links.values()):
-        if links.is_native:
+        if links.is_native or not native:
             links.abort()
 
 
-def _abort_links() -> None:
-    """Abort every exchange between subgroups."""
-    for links in list(_links.values()):
-        links.abort()
-
-
-job.aborts.append(_abort_links)
+job.aborts.append(abort_links)
 
 
 def forget_links(*, close: bool) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from thinwire.collectives.job.connecting import abort_native
+from thinwire.collectives.job.connecting import abort_links
 from thinwire.collectives.job.current import job
 from thinwire.collectives.job.rollcall import REMEDY
 from thinwire.collectives.links.patience import STORE_PATIENCE, within_patience
@@ -21,18 +21,12 @@ def failure_of(
     """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both. The
     exchange began at ``started`` of ``time.monotonic()``."""
     job.has_failed = True
-    abort_native()
+    abort_links(native=True)
     if verdict := job.rollcall.find_verdict():
         return MismatchError(f"rank {dist.get_rank()}: {verdict}")
-    waited = time.monotonic() - started
     size = "" if nbytes is None else f"{nbytes} bytes, "
     reason = _reason(str(error)) or type(error).__name__
-    others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
-    remedy = job.rollcall.absence() or _if_done(reason, others)
-    return CollectiveError(
-        f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
-        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{remedy}"
-    )
+    return _failed(f"{kind} on the {lane} lane", ranks, started, reason, size=size, absence=job.rollcall.absence)
 
 
 @contextlib.contextmanager
@@ -52,12 +46,20 @@ def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
         reason = _transport_reason(error)
         if reason is None:
             raise
-        waited = time.monotonic() - started
-        others = _publish_and_ask(f"failed in {doing} (after {waited:.1f} s)", ranks)
-        raise CollectiveError(
-            f"rank {dist.get_rank()}: {doing} with ranks {list(ranks)} failed after {waited:.1f} s "
-            f"(timeout {job.timeout.total_seconds():.0f} s): {reason}. {others}{_if_done(reason, others)}"
-        ) from error
+        raise _failed(doing, ranks, started, reason) from error
+
+
+def _failed(
+    what: str, ranks: Sequence[int], started: float, reason: str, *, size: str = "", absence: Callable[[], str] = str
+) -> CollectiveError:
+    """The error of an exchange that began at ``started``, once the other ranks have been asked where they are."""
+    waited = time.monotonic() - started
+    others = _publish_and_ask(f"failed in {what} ({size}after {waited:.1f} s)", ranks)
+    return CollectiveError(
+        f"rank {dist.get_rank()}: {what} with ranks {list(ranks)} failed after {waited:.1f} s "
+        f"({size}timeout {job.timeout.total_seconds():.0f} s): {reason}. "
+        f"{others}{absence() or _if_done(reason, others)}"
+    )
 
 
 def _reason(text: str) -> str:

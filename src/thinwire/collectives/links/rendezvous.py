@@ -212,9 +212,7 @@ class Rendezvous:
             ) from error
 
     def _listener(self) -> socket.socket:
-        if self.listens_at:
-            family = socket.AF_INET6 if ":" in self.listens_at else socket.AF_INET
-            return socket.create_server((self.listens_at, self.port), family=family, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-        return socket.create_server(("", self.port), backlog=_BACKLOG)
+        at = self.listens_at
+        both = not at and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both or ":" in at else socket.AF_INET
+        return socket.create_server((at, self.port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
