@@ -277,7 +277,7 @@ class ThinwireAccelerator(Accelerator):
             for model, outside in sharded:
                 begin_micro_batch(model, last=outside)
 
-    def no_sync(self, model: nn.Module) -> Any:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Combine no gradients in the backward inside: more micro-batches of the step follow."""
         return without_sync(model) if is_sharded(model) else super().no_sync(model)
 

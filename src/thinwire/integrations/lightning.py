@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -160,7 +160,7 @@ class ThinwireStrategy(DDPStrategy):
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
-    def model_sharded_context(self) -> Any:
+    def model_sharded_context(self) -> AbstractContextManager[None]:
         """Let ``configure_model`` build layers without memory for their parameters."""
         return self._building.context()
 
@@ -210,7 +210,7 @@ class ThinwireStrategy(DDPStrategy):
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def block_backward_sync(self) -> Any:
+    def block_backward_sync(self) -> AbstractContextManager[None]:
         """Combine no gradients in the backward inside: more micro-batches of the step follow."""
         return without_sync(self.lightning_module)
 
