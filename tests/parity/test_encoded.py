@@ -115,8 +115,7 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, False])
-def test_the_program_knows_the_bytes(few: bool) -> None:
+def test_the_program_knows_the_bytes() -> None:
     plans = [plan(name, partition="intra", bucket_bytes=1 << 12) for name in ("thinwire", "zeropp-8bit", "zeropp")]
     plans += [
         plan("thinwire", partition="inter"),
@@ -133,8 +132,7 @@ def test_the_program_knows_the_bytes(few: bool) -> None:
     ]
     for name in ("zeropp", "thinwire"):
         plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
-    chosen = plans[::4] if few else [one for number, one in enumerate(plans) if number % 4]
-    run_ranks(4, follow_many, chosen, 2)
+    run_ranks(4, follow_many, plans, 2)
 
 
 def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:

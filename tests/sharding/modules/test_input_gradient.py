@@ -27,7 +27,6 @@ from tests.support.training.models import (
     Stack,
     TiedAcrossBlocks,
 )
-from tests.support.training.parity import Case, assert_parity
 from tests.support.training.scripts import (
     CHECKPOINTED,
     Dropping,
@@ -48,32 +47,6 @@ FIRST: dict[str, Any] = {"granularity": "module", "overlap": {"input_gradient": 
 
 
 # -- numbers ---------------------------------------------------------------------------------------------------
-
-
-def parity_cases(names: tuple[str, ...], granularities: tuple[str, ...]) -> dict[str, Case]:
-    """Plans with recomputation and without, in units of modules or of blocks, where only the head is a layer."""
-    return {
-        f"{name} {granularity} {'recompute' if recompute else ''}": Case(
-            plan(name, granularity=granularity, recompute=recompute, overlap={"input_gradient": True}), 2
-        )
-        for name in names
-        for granularity in granularities
-        for recompute in (False, True)
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "granularities"),
-    [
-        (("zero3",), ("module",)),
-        (("zero3",), ("block",)),
-        (("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"), ("module", "block")),
-    ],
-    ids=str,
-)
-def test_parity_with_one_process(names: tuple[str, ...], granularities: tuple[str, ...]) -> None:
-    assert_parity(4, parity_cases(names, granularities))
 
 
 def losses(model_class: Callable[[], nn.Module], fields: dict[str, Any]) -> list[float]:
