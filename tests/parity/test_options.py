@@ -38,8 +38,6 @@ from thinwire.sharding.params.param_group import State
 
 pytestmark = pytest.mark.ranks
 
-SWITCHES = ("gather", "reduce", "sync", "spread")
-
 
 def plan(name: str, **fields: Any) -> tw.Plan:
     return tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **fields).uncompressed()
@@ -47,10 +45,6 @@ def plan(name: str, **fields: Any) -> tw.Plan:
 
 # One plan of every shape: with and without gathers, reductions over P, over OS/P (each micro-batch or once), replicas.
 SHAPES = ("ddp", "zero1", "zero2", "zero3", "zero1-node", "amsp-30b", "hsdp", "hpz")
-
-
-def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES) -> dict[str, Case]:
-    return {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in options.items()}
 
 
 @pytest.mark.parametrize("group", ["2x1", *(pytest.param(group, marks=pytest.mark.slow) for group in ("1x1", "2x2"))])

@@ -1,5 +1,5 @@
-"""Parameters outside of forward and backward: shares that are read, written, differentiated and optimized as any "
-"tensor."""
+"""Parameters outside of forward and backward: shares that are read, written, differentiated and optimized as any
+tensor."""
 
 from __future__ import annotations
 
@@ -54,12 +54,6 @@ class Pair:
     def parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         mine, theirs = dict(self.model.named_parameters()), dict(self.one.named_parameters())
         return [(mine[name], theirs[name]) for name in self.names]
-
-    def backward(self, number: int = 0) -> torch.Tensor:
-        losses = [model(samples(number, 1, 4)[0, 0]).square().mean() for model in (self.model, self.one)]
-        for loss in losses:
-            loss.backward()
-        return losses[0]
 
     def check(self, what: str, tolerance: float = 1e-5) -> None:
         for name, (mine, theirs) in zip(self.names, self.parameters(), strict=True):

@@ -25,8 +25,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from thinwire.sharding.api import runtime
-from thinwire.sharding.params.param_group import State
 
 
 class Session:
@@ -44,11 +42,6 @@ class Session:
         if self.sharded:
             return self.model(data[dist.get_rank()]).square().mean()
         return torch.stack([self.model(x).square().mean() for x in data]).mean()
-
-    def check_freed(self) -> None:
-        """Nothing stays gathered."""
-        if self.sharded:
-            assert all(unit.state is State.SHARDED for unit in runtime(self.model).units if unit.sharded)
 
     def step(self) -> None:
         self.optim.step()
