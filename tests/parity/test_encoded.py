@@ -92,9 +92,8 @@ def rounded(cases: dict[str, tuple[tw.Plan, float]]) -> dict[str, Gap]:
 
 
 @pytest.mark.slow
-@in_part
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)])
-def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> None:
+def test_rounded_messages_stay_near_means(nodes: int, local: int) -> None:
     """The model has vectors and matrices. A sum in place of a mean, or a mean over nodes alone, would double the norm
     and what vectors that start at zero become."""
     bounds = {"int8:64": 0.05, "int4:64": 0.5, "zfp:16": 0.03}
@@ -108,7 +107,7 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> 
         for name in ("zero1-node", "zero3", "mics", "ddp")
         for codec, bound in bounds.items()
     }
-    for rank, result in enumerate(run_ranks(nodes * local, rounded, part_of(part, cases))):
+    for rank, result in enumerate(run_ranks(nodes * local, rounded, cases)):
         for name, difference in result.items():
             assert difference.parameters < cases[name][1], (rank, name, difference)
             assert difference.norms < 0.03, (rank, name, difference)

@@ -24,9 +24,7 @@ from tests.support.training.parity import (
     batches,
     build,
     gaps,
-    in_part,
     loss_of,
-    part_of,
 )
 from torch import nn
 
@@ -326,8 +324,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 
 
 @pytest.mark.slow
-@in_part
 @pytest.mark.parametrize("marked", [True, False])
-def test_sum_instead_of_mean(marked: bool, part: str) -> None:
+def test_sum_instead_of_mean(marked: bool) -> None:
     cases = {name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES}
-    assert_parity(4, part_of(part, cases))
+    assert_parity(4, cases)
