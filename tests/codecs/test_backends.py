@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.support.codecs.samples import of_every_fixed_family
+from tests.support.codecs.samples import LOSSLESS, of_every_fixed_family
 
 from thinwire import codecs
 from thinwire.codecs.cpp import _native
@@ -277,6 +277,22 @@ def test_error_on_normal_values(name: str, least: float) -> None:
     x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
     error = (x - codec.decode(codec.encode(x), x.numel(), torch.float32)).double()
     assert 10 * torch.log10(x.double().square().sum() / error.square().sum()) > least
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_lossless_codecs_return_every_bit(name: str, dtype: torch.dtype, backend: str) -> None:
+    codec = codecs.get(name, backend=backend)
+    size = 8 * dtype.itemsize
+    integer = torch.int32 if size == 32 else torch.int16
+    for numel in (1, 2, 31, 33, 511, 1025, 70_000):
+        patterns = torch.randint(-(1 << (size - 1)), (1 << (size - 1)) - 1, (numel,)).to(integer)
+        for bits in (patterns, torch.arange(numel).to(integer), torch.randn(numel).to(dtype).view(integer)):
+            wire = codec.encode(bits.view(dtype))
+            assert wire.numel() <= codec.max_wire_bytes(numel, dtype)
+            assert torch.equal(codec.decode(wire, numel, dtype).view(integer), bits)
+            with pytest.raises(WireError):
+                codec.decode(wire[:-4], numel, dtype)
 
 
 def test_wire_sizes_of_the_spec_are_the_natives() -> None:

@@ -3,6 +3,7 @@ exactly."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -17,14 +18,23 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import on_ranks
 from tests.support.training.parity import (
+    CLIP,
+    EPS,
     LR,
+    STEPS,
     Case,
+    Curve,
     Gap,
+    alone,
     assert_parity,
     batches,
     build,
+    gap,
     gaps,
+    in_part,
     loss_of,
+    mean_over_ranks,
+    part_of,
 )
 from torch import nn
 
@@ -36,6 +46,8 @@ from thinwire.sharding.params.param_group import State
 
 pytestmark = pytest.mark.ranks
 
+SWITCHES = ("gather", "reduce", "sync", "spread")
+
 
 def plan(name: str, **fields: Any) -> tw.Plan:
     return tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **fields).uncompressed()
@@ -43,6 +55,53 @@ def plan(name: str, **fields: Any) -> tw.Plan:
 
 # One plan of every shape: with and without gathers, reductions over P, over OS/P (each micro-batch or once), replicas.
 SHAPES = ("ddp", "zero1", "zero2", "zero3", "zero1-node", "amsp-30b", "hsdp", "hpz")
+
+
+def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES) -> dict[str, Case]:
+    return {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in options.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("amsp-30b",), ("zero2", "hsdp")], ids=" ".join)
+def test_overlap_switches(names: tuple[str, ...]) -> None:
+    assert_parity(4, cases_of({f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}, names))
+
+
+@pytest.mark.slow
+@in_part
+def test_no_overlap(part: str) -> None:
+    assert_parity(4, part_of(part, cases_of({"no overlap": {"overlap": dict.fromkeys(SWITCHES, False)}})))
+
+
+@pytest.mark.slow
+def test_granularity_and_prefetch() -> None:
+    options: dict[str, dict[str, Any]] = {f"prefetch {depth}": {"prefetch": depth} for depth in (0, 1, 2)}
+    options |= {f"module, prefetch {depth}": {"granularity": "module", "prefetch": depth} for depth in (0, 1, 2)}
+    options["keep none"] = {"keep_gathered": "none"}
+    options["module, keep none"] = {"granularity": "module", "keep_gathered": "none"}
+    assert_parity(4, cases_of(options, ("zero3", "amsp-30b", "hpz")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "zero1", "hpz")], ids=" ".join)
+def test_recompute(names: tuple[str, ...]) -> None:
+    options = {
+        "recompute": {"recompute": True},
+        "recompute, module": {"recompute": True, "granularity": "module"},
+        "recompute, keep none": {"recompute": True, "keep_gathered": "none"},
+    }
+    assert_parity(4, cases_of(options, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero1",), ("amsp-30b", "ddp", "zero2", "zero1-node")], ids=str)
+def test_bucket_sizes(names: tuple[str, ...]) -> None:
+    options = {
+        f"{partition}, {size}": {"bucket_bytes": size, "partition": partition}
+        for size in (1, 6000, "1GiB")
+        for partition in ("intra", "inter")
+    }
+    assert_parity(4, cases_of(options, names))
 
 
 @pytest.mark.parametrize("group", ["2x1", *(pytest.param(group, marks=pytest.mark.slow) for group in ("1x1", "2x2"))])
@@ -275,6 +334,32 @@ def test_slow_links_and_dirty_memory(granularity: str, partition: str, marked: b
     assert_parity(4, cases, gaps_under_strain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero1", "zero1"), ("zero3", "hpz"), ("hsdp", "zero1-node")])
+@on_ranks(4)
+def test_two_models_in_one_process(names: tuple[str, str]) -> None:
+    """Two models that share the links take turns, without waiting for each other's transfers."""
+    rank = dist.get_rank()
+    models = [tw.shard(build(), plan(name)) for name in names]
+    optimizers = [tw.optimizer(model, torch.optim.AdamW, lr=LR, eps=EPS) for model in models]
+    losses: list[list[float]] = [[], []]
+    norms: list[list[float]] = [[], []]
+    for data in batches(4, 1, STEPS):
+        for model, curve in zip(models, losses, strict=True):
+            loss = loss_of(model, data[0, rank])
+            loss.backward()
+            curve.append(loss.item())
+        for model, optimizer, curve in zip(models, optimizers, norms, strict=True):
+            curve.append(tw.clip_grad_norm_(model, CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, loss_curve, norm_curve in zip(models, losses, norms, strict=True):
+        with tw.full_parameters(model):
+            parameters = [p.detach().clone() for p in model.parameters()]
+        difference = gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1))
+        assert difference.closed, difference
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
 @on_ranks(4)
@@ -324,7 +409,102 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 
 
 @pytest.mark.slow
+@in_part
 @pytest.mark.parametrize("marked", [True, False])
-def test_sum_instead_of_mean(marked: bool) -> None:
+def test_sum_instead_of_mean(marked: bool, part: str) -> None:
     cases = {name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES}
-    assert_parity(4, cases)
+    assert_parity(4, part_of(part, cases))
+
+
+@pytest.mark.slow
+@in_part
+def test_micro_batches_without_marks(part: str) -> None:
+    """Every backward then counts as a last one; gradients still add up."""
+    cases = {name: Case(plan(name, partition="inter"), 3, marked=False) for name in SHAPES}
+    assert_parity(4, part_of(part, cases))
+
+
+def irregular(model: nn.Module, optimizer: Any, clip: Any, backward: Any) -> Curve:
+    """User code between two steps, in the interface that torch and thinwire share."""
+    losses, norms = [], []
+
+    def norm(bound: float) -> None:
+        norms.append(clip(model, bound).item())
+
+    losses.append(backward(0))
+    norm(float("inf"))
+    optimizer.step()
+    losses.append(backward(1))  # no zero_grad: added to the first
+    norm(float("inf"))
+    optimizer.step()
+    optimizer.step()  # the same gradient again
+    optimizer.zero_grad()
+    optimizer.step()  # no gradients: nothing happens, not even weight decay
+    losses.append(backward(2))
+    norm(0.3)
+    norm(0.1)  # of gradients that are already clipped
+    losses.append(backward(3))  # added to the clipped gradients
+    norm(float("inf"))
+    norm(0.3)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(backward(0))
+    optimizer.zero_grad()
+    losses.append(backward(1))  # the dropped one leaves nothing behind
+    norm(0.3)
+    optimizer.step()
+    return Curve(losses, norms, [])
+
+
+@functools.cache
+def irregular_alone(scale: float) -> Curve:
+    data = batches(4, 2, 4)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+
+    def backward(step: int) -> float:
+        loss = torch.stack([loss_of(model, tokens) for tokens in data[step]]).mean()
+        (scale * loss).backward()
+        return loss.item()
+
+    curve = irregular(model, optimizer, lambda m, bound: nn.utils.clip_grad_norm_(m.parameters(), bound), backward)
+    return Curve(curve.losses, curve.norms, [p.detach() for p in model.parameters()])
+
+
+def irregular_sharded(plan: tw.Plan, marked: bool) -> Curve:
+    data = batches(4, 2, 4)
+    model = tw.shard(build(), plan)
+    optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR, eps=EPS)
+
+    def backward(step: int) -> float:
+        total = 0.0
+        mine = list(data[step][:, dist.get_rank()])
+        for tokens in tw.micro_batches(model, mine) if marked else mine:
+            loss = loss_of(model, tokens) / 2
+            loss.backward()
+            total += loss.item()
+        return total
+
+    curve = irregular(model, optimizer, tw.clip_grad_norm_, backward)
+    with tw.full_parameters(model):
+        parameters = [p.detach().clone() for p in model.parameters()]
+    return Curve(mean_over_ranks(curve.losses), curve.norms, parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("grad_reduce", "names"),
+    [
+        ("mean", ("zero3",)),
+        ("mean", ("zero1", "amsp-30b", "hpz", "ddp", "zero2", "zero1-node", "hsdp")),
+        ("sum", SHAPES),
+    ],
+    ids=["mean", "mean, other shapes", "sum"],
+)
+@on_ranks(4)
+def test_irregular_steps(grad_reduce: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        for marked in (True, False):
+            got = irregular_sharded(plan(name, grad_reduce=grad_reduce), marked)
+            difference = gap(got, irregular_alone(4.0 if grad_reduce == "sum" else 1.0))
+            assert difference.closed, f"{name} {marked}: {difference}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.ranks import on_ranks
 from tests.support.training.ordered import assert_ordered, check_cases, preset
-from tests.support.training.parity import Case
+from tests.support.training.parity import Case, assert_parity
 from tests.support.training.program import Model, follow_many, train_step
 from tests.support.training.together import Tied, differences, plan
 from torch import nn
@@ -52,6 +52,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_runtime_performs_the_program(names: tuple[str, ...], labels: tuple[str, ...]) -> None:
     plans = [plan(name, **OPTIONS[label]) for name in names for label in labels]
     run_ranks(4, follow_many, plans, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero3",), ("hpz", "amsp-30b", "mics")], ids=" ".join)
+def test_training_is_the_same(names: tuple[str, ...]) -> None:
+    assert_parity(
+        4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
+    )
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from tests.support.ranks import on_ranks
 from tests.support.training.failing import train
 from tests.support.training.ordered import assert_ordered, check_cases, preset, small_chunks
-from tests.support.training.parity import Case
+from tests.support.training.parity import Case, assert_parity
 from tests.support.training.program import TOGETHER, Model, follow_many, train_step
 from tests.support.training.together import Tied, differences, plan
 
@@ -43,6 +43,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one by one": {**MODULES, "overlap": {"gather": False, "reduce": False, "sync": False, "stages": False}},
     "dealt": {**MODULES, "partition": "inter", "bucket_bytes": 2000},
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("zero3",), ("amsp-30b", "hpz", "mics", "amsp-13b")], ids=" ".join)
+def test_training_is_the_same(names: tuple[str, ...]) -> None:
+    assert_parity(
+        4, {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in OPTIONS.items()}
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, gathered, plan, raised, samples, spread_evenly
 from tests.support.training.models import Stack
 from torch import nn
-from torch.nn.utils import parameters_to_vector
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -207,6 +207,27 @@ def test_whole_parameters_are_written_where_asked() -> None:
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
+@BOTH
+@on_ranks(4)
+def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        pair = Pair(name)
+        for step, order in enumerate((2.0, 1.0, math.inf, 3.0)):
+            for clip in (clip_grad_norm_, lambda p, *a, **k: tw.clip_grad_norm_(p, *a, **k)):
+                pair.backward(step)
+                given = pair.model.parameters() if clip is clip_grad_norm_ else pair.model
+                norm = clip(given, 0.01, norm_type=order)
+                expected = clip_grad_norm_(pair.one.parameters(), 0.01, norm_type=order)
+                assert math.isclose(float(norm), float(expected), rel_tol=1e-4), f"{order} under {name}"
+                pair.check_gradients(f"clipped by {order}")
+                for model in (pair.model, pair.one):
+                    model.zero_grad()
+        pair.backward()
+        for model in (pair.model, pair.one):
+            clip_grad_value_(model.parameters(), 1e-3)
+        pair.check_gradients("clipped by value")
+
+
 @pytest.mark.slow
 @on_ranks(4)
 def test_penalties_on_parameters() -> None:
@@ -216,6 +237,7 @@ def test_penalties_on_parameters() -> None:
         pair = Pair(name)
         for model in (pair.model, pair.one):
             loss = model(x).square().mean()
+            loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
             loss = loss + 0.1 * sum(p.norm() for p in model.parameters()) + model.first.weight.sum()
             loss = loss + model.first.weight[1:3].square().sum() + F.linear(x, model.first.weight).mean()
             loss.backward()
