@@ -30,6 +30,8 @@ from tests.support.training.models import Stack
 from tests.support.training.scripts import (
     CHECKPOINTED,
     Dropping,
+    check_script,
+    second_order,
 )
 from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -42,6 +44,12 @@ from thinwire.sharding.step.passes import Passes
 from thinwire.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.slow
+@over_plans
+def test_a_penalty_on_gradients_leaves_nothing_gathered(plans: Sequence[str]) -> None:
+    run_ranks(4, check_script, second_order, plans)
 
 
 class Differentiable(Stack):

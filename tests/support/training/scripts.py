@@ -25,6 +25,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from thinwire.sharding.api import runtime
+from thinwire.sharding.params.param_group import State
 
 
 class Session:
@@ -42,6 +44,11 @@ class Session:
         if self.sharded:
             return self.model(data[dist.get_rank()]).square().mean()
         return torch.stack([self.model(x).square().mean() for x in data]).mean()
+
+    def check_freed(self) -> None:
+        """Nothing stays gathered."""
+        if self.sharded:
+            assert all(unit.state is State.SHARDED for unit in runtime(self.model).units if unit.sharded)
 
     def step(self) -> None:
         self.optim.step()
@@ -63,6 +70,23 @@ def check_script(
         error = gap(whole(model), list(reference.parameters()))
         assert error <= TOLERANCE, f"{script.__name__} under {name}: parameters differ by {error:.1e}"
         close(model)
+
+
+def second_order(run: Session) -> None:
+    """A penalty on the gradient with respect to the input."""
+    for number in range(3):
+        data = samples(number, 1, 4)[0]
+        total = []
+        for x in data[dist.get_rank()][None] if run.sharded else data:
+            x = x.clone().requires_grad_()
+            loss = run.model(x).square().mean()
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            total.append(loss + gradient.square().sum())
+        torch.stack(total).mean().backward()
+        run.check_freed()
+        run.step()
+    run.loss(3).backward()
+    run.step()
 
 
 class Checkpointed(Stack):
