@@ -10,11 +10,7 @@ import torch
 from tests.support.training.edge import WIDTH, Place, every, over_plans
 from tests.support.training.models import (
     Branching,
-    CalledTwice,
-    FrozenUnits,
-    LowRankStack,
     OneLayer,
-    SameBlockTwice,
     Shapes,
     SmallerThanTheWorld,
     Stack,
@@ -63,36 +59,17 @@ class Twice(nn.Module):
         return torch.tanh(self.layer(torch.tanh(self.layer(x)))) @ self.layer.weight.t()
 
 
-# -- frozen ----------------------------------------------------------------------------------------------------
-
-
-class LowRankBehindFrozen(LowRankStack):
-    """Nothing before the first block needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.requires_grad_(False)
-
-
-class LowRankCalledTwice(LowRankStack):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(block(x))
-        return self.last(x)
-
-
 # -- unused, conditional ---------------------------------------------------------------------------------------
 
 
-class BlocksByStep(Stack):
-    """Each step leaves out another block, on all ranks alike."""
+class BlocksByMicroBatch(Stack):
+    """The first block runs in the step's first micro-batch only, the last block in the last one only."""
 
     skipped = -1
 
     @staticmethod
     def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
-        model.skipped = place.step
+        model.skipped = 2 - 2 * place.micro_batch
         return model(x).square().mean()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,15 +78,6 @@ class BlocksByStep(Stack):
             if number != self.skipped:
                 x = block(x)
         return self.last(x)
-
-
-class BlocksByMicroBatch(BlocksByStep):
-    """The first block runs in the step's first micro-batch only, the last block in the last one only."""
-
-    @staticmethod
-    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
-        model.skipped = 2 - 2 * place.micro_batch
-        return model(x).square().mean()
 
 
 class ParametersByRank(Stack):
@@ -163,28 +131,17 @@ class Mixed(Stack):
         return super().forward(x) * self.shift.sum()
 
 
-class SparseGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20, WIDTH, sparse=True)
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.embedding((x.abs() * 7).long().clamp(max=19)))
-
-
 GROUPS: dict[str, tuple[type[nn.Module], ...]] = {
-    "tied": (TiedEnds, TiedAcrossBlocks, TiedInsideABlock, SameBlockTwice, CalledTwice, UsedTwice),
-    "frozen": (FrozenUnits, LowRankStack, LowRankBehindFrozen, LowRankCalledTwice),
-    "unused": (UnusedParameters, BlocksByStep, BlocksByMicroBatch, ParametersByRank),
+    "tied": (TiedEnds, TiedAcrossBlocks, TiedInsideABlock, UsedTwice),
+    "unused": (UnusedParameters, BlocksByMicroBatch, ParametersByRank),
     "shapes": (SmallerThanTheWorld, OneLayer, Shapes, OnlyScalars),
-    "types": (Half, Mixed, SparseGradient),
+    "types": (Half, Mixed),
 }
 
 
 @pytest.mark.parametrize(
     "group",
-    [pytest.param(group, marks=pytest.mark.slow) if group in {"types", "frozen"} else group for group in GROUPS],
+    [pytest.param(group, marks=pytest.mark.slow) if group == "types" else group for group in GROUPS],
 )
 @over_plans
 def test_trains_as_in_plain_torch(group: str, plans: Sequence[str]) -> None:

@@ -1,13 +1,14 @@
-"""Any torch optimizer, parameter groups in any form, schedulers, and ranks that own nothing."""
+"""Any torch optimizer, parameter groups in any form, and ranks that own nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.behaviours.catalogue.optimizers import SecondMoment
 from tests.support.ranks import on_ranks
 from tests.support.training.edge import (
     ADAMW,
@@ -18,14 +19,12 @@ from tests.support.training.edge import (
     parity,
     plan,
     raised,
-    samples,
     train_alone,
     train_sharded,
     whole,
 )
 from tests.support.training.models import OneLayer, SmallerThanTheWorld, Stack, UnusedParameters
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -38,29 +37,6 @@ over_three = pytest.mark.parametrize(
 )
 
 
-class Lion(torch.optim.Optimizer):
-    """An optimizer of the user's own; a soft sign, as the hard one would magnify rounding."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                first, second = group["betas"]
-                update = torch.lerp(p.grad, state["momentum"], first)
-                p.mul_(1 - group["lr"] * group["decay"]).add_(torch.tanh(10 * update), alpha=-group["lr"])
-                state["momentum"].lerp_(p.grad, 1 - second)
-        return loss
-
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, ADAMW),
     "AdamW fused": (torch.optim.AdamW, {**ADAMW, "fused": True}),
@@ -71,7 +47,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "eps": 0.1}),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2, "eps": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 0.1, "momentum": 0.9, "centered": True}),
-    "Lion": (Lion, {"lr": 1e-2}),
+    "one of the user's own": (SecondMoment, {"lr": 1e-2}),
 }
 
 
@@ -194,51 +170,6 @@ def test_wrong_groups_are_named() -> None:
         assert message in error, error
 
 
-# -- schedulers ------------------------------------------------------------------------------------------------
-
-
-def warm_up_and_cosine(optim: torch.optim.Optimizer) -> LRScheduler:
-    parts = [LinearLR(optim, 0.1, total_iters=2), CosineAnnealingLR(optim, 4)]
-    return SequentialLR(optim, parts, milestones=[2])
-
-
-SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
-    "lambda": lambda optim: LambdaLR(optim, [lambda step: 0.5**step, lambda step: 1.0 + step]),
-    "cosine": lambda optim: CosineAnnealingLR(optim, 4, eta_min=1e-3),
-    "sequential": warm_up_and_cosine,
-    "one cycle": lambda optim: OneCycleLR(optim, [0.02, 0.05], total_steps=8),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("labels", [("lambda",), ("cosine", "sequential", "one cycle")])
-@on_ranks(4)
-def test_learning_rate_schedulers(labels: Sequence[str]) -> None:
-    for label in labels:
-        make = SCHEDULERS[label]
-        reference = build(Stack)
-        head = list(reference.last.parameters())
-        rest = [p for name, p in reference.named_parameters() if not name.startswith("last")]
-        alone = torch.optim.AdamW([{"params": head, "lr": 0.05}, {"params": rest}], **ADAMW)
-        scheduler = make(alone)
-        rates = []
-        for step in range(5):
-            rates.append([group["lr"] for group in alone.param_groups])
-            train_alone(reference, alone, steps=[step], micro_batches=1, world=4)
-            scheduler.step()
-        assert len({tuple(rate) for rate in rates}) > 2
-        for name in ("zero3", "whole tensors"):
-            model = tw.shard(build(Stack), plan(name))
-            groups = [{"params": "last.*", "lr": 0.05}]
-            optim = tw.optimizer(model, torch.optim.AdamW, param_groups=groups, **ADAMW)
-            scheduler = make(optim)
-            for step in range(5):
-                assert [group["lr"] for group in optim.param_groups] == rates[step]
-                train_sharded(model, optim, steps=[step], micro_batches=1)
-                scheduler.step()
-            assert gap(whole(model), list(reference.parameters())) <= TOLERANCE, f"{label} under {name}"
-
-
 # -- odds ------------------------------------------------------------------------------------------------------
 
 
@@ -256,45 +187,6 @@ def test_ranks_that_own_nothing(options: dict[str, Any]) -> None:
     assert [group["params"] for group in optim.param_groups] == [list(model.parameters())]
     assert "ShardedOptimizer(AdamW" in repr(optim)
     assert f"{len(optim.fragments)} fragments" in repr(optim)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_steps_without_gradients_and_with_closures() -> None:
-    x = samples(0, 1, 4)[0]
-    rank = dist.get_rank()
-    for name in THREE:
-        model = tw.shard(build(Stack), plan(name))
-        optim = tw.optimizer(model, torch.optim.AdamW, **{**ADAMW, "weight_decay": 0.5})
-        before = whole(model)
-        optim.step()  # without a gradient nothing moves, decay included
-        assert gap(whole(model), before) == 0.0
-        model(x[rank]).square().mean().backward()
-        optim.zero_grad()
-        optim.step()
-        assert gap(whole(model), before) == 0.0
-        assert not optim.state
-
-        reference = build(Stack)
-        alone = torch.optim.AdamW(reference.parameters(), **{**ADAMW, "weight_decay": 0.5})
-        loss = torch.stack([reference(part).square().mean() for part in x]).mean()
-        loss.backward()
-        alone.step()
-
-        def closure() -> torch.Tensor:
-            optim.zero_grad()  # noqa: B023
-            loss = model(x[rank]).square().mean()  # noqa: B023
-            loss.backward()
-            return loss
-
-        calls: list[str] = []
-        optim.register_step_post_hook(lambda *_: calls.append("post"))  # noqa: B023
-        mine = optim.step(closure)
-        assert calls == ["post"]
-        losses: list[Any] = [None] * 4
-        dist.all_gather_object(losses, mine.item())
-        assert abs(sum(losses) / 4 - loss.item()) < 1e-5
-        assert gap(whole(model), list(reference.parameters())) <= TOLERANCE
 
 
 @pytest.mark.slow

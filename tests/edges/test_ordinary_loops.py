@@ -80,36 +80,27 @@ def test_parameters_that_are_ignored(tmp_path: Path, plans: Sequence[str]) -> No
 # -- part by part ----------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, optim: Any, *, steps: int = 2, alone: bool = False) -> None:
-    for number in range(steps):
-        data = samples(number, 1, 4)[0]
-        for x in data if alone else data[dist.get_rank()][None]:
-            (model(x).square().mean() / len(data if alone else [x])).backward()
+def train(model: nn.Module, optim: Any) -> None:
+    for number in range(2):
+        model(samples(number, 1, 4)[0, dist.get_rank()]).square().mean().backward()
         optim.step()
         optim.zero_grad()
 
 
 @pytest.mark.slow
-@over_plans
 @on_ranks(4)
-def test_models_that_are_sharded_part_by_part(plans: Sequence[str]) -> None:
-    reference = build(Stack)
-    train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), alone=True)
-    for name in plans:
-        model = build(Stack)
-        for block in model.blocks:
-            tw.shard(block.up, plan(name))
-            tw.shard(block, plan(name))
-        tw.shard(model, plan(name))
-        names = {unit.info.name for unit in model._thinwire_runtime.units}
-        assert {f"blocks.{i}" for i in range(3)} <= names
-        assert {f"blocks.{i}.up" for i in range(3)} <= names
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        check_same(model, reference, f"part by part under {name}")
-        listed = build(Stack)
-        tw.shard(listed.blocks, plan(name))
-        x = samples(0, 1, 4)[0, 0]
-        assert torch.allclose(listed(x), build(Stack)(x), atol=1e-6)
+def test_models_that_are_sharded_part_by_part() -> None:
+    model = build(Stack)
+    for block in model.blocks:
+        tw.shard(block.up, plan("zero3"))
+        tw.shard(block, plan("zero3"))
+    tw.shard(model, plan("zero3"))
+    names = {unit.info.name for unit in model._thinwire_runtime.units}
+    assert names >= {f"blocks.{i}{part}" for i in range(3) for part in ("", ".up")}
+    listed = build(Stack)
+    tw.shard(listed.blocks, plan("zero3"))
+    x = samples(0, 1, 4)[0, 0]
+    assert torch.allclose(listed(x), build(Stack)(x), atol=1e-6)
     model = build(Stack)
     tw.shard(model.blocks[0], plan("zero3"))
     assert "give it the model's plan in the rest" in raised(UsageError, tw.shard, model, plan("zero1"))
@@ -162,22 +153,13 @@ def test_checkpoints_travel_between_plans_and_fsdp2(tmp_path: Path) -> None:
 @pytest.mark.slow
 @over_plans
 @on_ranks(4)
-def test_full_state_dicts(tmp_path: Path, plans: Sequence[str]) -> None:
-    path = tmp_path / "states.pt"
+def test_full_state_dicts(plans: Sequence[str]) -> None:
     for name in plans:
         model, optim = shard_with(name, 0)
         train(model, optim)
         states = tw.full_state_dict(model)
         assert all(type(value) is torch.Tensor for value in states.values())
-        if dist.get_rank() == 0:
-            torch.save(states, path)
-        dist.barrier()
-        fresh = build(Stack, seed=2)
-        fresh.load_state_dict(torch.load(path))
-        assert gap(list(fresh.parameters()), list(whole(model).values())) == 0.0
-        other, _ = shard_with(name, 3)
-        other.load_state_dict(states)
-        check_same(other, model, f"full states under {name}")
+        assert gap(list(states.values()), list(whole(model).values())) == 0.0
         for options in (
             StateDictOptions(full_state_dict=True),
             StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),

@@ -131,32 +131,6 @@ def one_backward_of_summed_losses(side: Side, _: str) -> list[torch.Tensor]:
     return side.wholes(actor, critic)
 
 
-def separate_backwards(side: Side, _: str) -> list[torch.Tensor]:
-    """Both forwards, then both backwards in the other order, with an update between them."""
-    actor, critic = side.two()
-    optimizers = side.optimizer(actor), side.optimizer(critic)
-    for step in range(4):
-        x = side.batch(step)
-        log_probs, values = actor(x).log_softmax(-1), critic(x)
-        policy_loss = -(log_probs * (x - values.detach())).mean()
-        side.update(functional.mse_loss(values, x), optimizers[1])
-        side.update(policy_loss, optimizers[0])
-    return side.wholes(actor, critic)
-
-
-def adversaries(side: Side, _: str) -> list[torch.Tensor]:
-    """Two steps of a discriminator for each of a generator, through which the gradient flows."""
-    generator, discriminator = side.two()
-    of_generator, of_discriminator = side.optimizer(generator), side.optimizer(discriminator)
-    for step in range(4):
-        for key in range(2):
-            made = generator(side.batch(step, key + 5)).detach()
-            side.update(real(discriminator(side.batch(step, key))) + fake(discriminator(made)), of_discriminator)
-        side.update(real(discriminator(generator(side.batch(step, 9)))), of_generator)
-        of_discriminator.zero_grad()
-    return side.wholes(generator, discriminator)
-
-
 def adversaries_of_one_forward(side: Side, _: str) -> list[torch.Tensor]:
     """The discriminator steps while the generator's forward is in flight, and is frozen for the generator's step."""
     generator, discriminator = side.two()
@@ -170,20 +144,6 @@ def adversaries_of_one_forward(side: Side, _: str) -> list[torch.Tensor]:
         for parameter in discriminator.parameters():
             parameter.requires_grad_(True)
     return side.wholes(generator, discriminator)
-
-
-def gradient_penalty(side: Side, _: str) -> list[torch.Tensor]:
-    generator, critic = side.two()
-    of_generator, of_critic = side.optimizer(generator), side.optimizer(critic)
-    for step in range(3):
-        truth, made = side.batch(step), generator(side.batch(step, 5)).detach()
-        mixed = (0.3 * truth + 0.7 * made).requires_grad_(True)
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).square().mean()
-        side.update(critic(made).mean() - critic(truth).mean() + 10 * penalty, of_critic)
-        side.update(-critic(generator(side.batch(step, 9))).mean(), of_generator)
-        of_critic.zero_grad()
-    return side.wholes(generator, critic)
 
 
 def cycle(side: Side, _: str) -> list[torch.Tensor]:
@@ -338,10 +298,7 @@ Program = Callable[[Side, str], list[torch.Tensor]]
 
 WITH_BOTH_KINDS: tuple[Program, ...] = (
     one_backward_of_summed_losses,
-    separate_backwards,
-    adversaries,
     adversaries_of_one_forward,
-    gradient_penalty,
     cycle,
     critic_with_slow_targets,
     average_under_another_plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +60,26 @@ MOVES += [(UnusedParameters, torch.optim.Adagrad, ADAGRAD, *pair) for pair in (N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moves", [[MOVES[1], MOVES[2], MOVES[5]], [MOVES[0], *MOVES[3:5], MOVES[6]]], ids=["few", "others"]
-)
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0].__name__} {move[3]}-{move[4]}")
 @on_ranks(4)
-def test_unusual_models_move_between_plans(tmp_path: Path, moves: Sequence[Move]) -> None:
+def test_unusual_models_move_between_plans(tmp_path: Path, move: Move) -> None:
     """Saved under one plan and loaded under each other one, training continues without a difference."""
-    directory = str(tmp_path)
-    for model_class, kind, options, saved, loaded in moves:
-        path = str(Path(directory) / f"{model_class.__name__}-{kind.__name__}-{saved}")
-        model, optim = start(saved, model_class, kind=kind, options=options)
-        train_sharded(model, optim, steps=range(2), micro_batches=1)
-        tw.save(model, optim, path, extra={"step": 2, "list": [1, None, "a"]})
-        other, resumed = start(loaded, model_class, kind=kind, options=options, seed=1)
-        secret = getattr(other, "secret", torch.zeros(1)).clone()
-        assert tw.load(other, resumed, path) == {"step": 2, "list": [1, None, "a"]}
-        label = f"{path} under {loaded}"
-        assert gap(whole(other), whole(model)) == 0.0, label
-        for (name, a), b in zip(other.named_buffers(), model.buffers(), strict=True):
-            assert torch.equal(a, secret if name == "secret" else b), f"{label}: {name}"
-        for net, optimizer in ((model, optim), (other, resumed)):
-            train_sharded(net, optimizer, steps=range(2, 4), micro_batches=1)
-        assert gap(whole(other), whole(model)) <= 1e-6, label
-        assert gap(whole(other), list(build(model_class).parameters())) > 1e-3
+    model_class, kind, options, saved, loaded = move
+    path = str(tmp_path / saved)
+    model, optim = start(saved, model_class, kind=kind, options=options)
+    train_sharded(model, optim, steps=range(2), micro_batches=1)
+    tw.save(model, optim, path, extra={"step": 2, "list": [1, None, "a"]})
+    other, resumed = start(loaded, model_class, kind=kind, options=options, seed=1)
+    secret = getattr(other, "secret", torch.zeros(1)).clone()
+    assert tw.load(other, resumed, path) == {"step": 2, "list": [1, None, "a"]}
+    label = f"{path} under {loaded}"
+    assert gap(whole(other), whole(model)) == 0.0, label
+    for (name, a), b in zip(other.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, secret if name == "secret" else b), f"{label}: {name}"
+    for net, optimizer in ((model, optim), (other, resumed)):
+        train_sharded(net, optimizer, steps=range(2, 4), micro_batches=1)
+    assert gap(whole(other), whole(model)) <= 1e-6, label
+    assert gap(whole(other), list(build(model_class).parameters())) > 1e-3
 
 
 @pytest.mark.slow

@@ -92,9 +92,8 @@ def rounded(cases: dict[str, tuple[tw.Plan, float]]) -> dict[str, Gap]:
 
 
 @pytest.mark.slow
-@in_part
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2)])
-def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> None:
+def test_rounded_messages_stay_near_means(nodes: int, local: int) -> None:
     """The model has vectors and matrices. A sum in place of a mean, or a mean over nodes alone, would double the norm
     and what vectors that start at zero become."""
     bounds = {"int8:64": 0.05, "int4:64": 0.5, "zfp:16": 0.03}
@@ -108,15 +107,14 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int, part: str) -> 
         for name in ("zero1-node", "zero3", "mics", "ddp")
         for codec, bound in bounds.items()
     }
-    for rank, result in enumerate(run_ranks(nodes * local, rounded, part_of(part, cases))):
+    for rank, result in enumerate(run_ranks(nodes * local, rounded, cases)):
         for name, difference in result.items():
             assert difference.parameters < cases[name][1], (rank, name, difference)
             assert difference.norms < 0.03, (rank, name, difference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [True, False])
-def test_the_program_knows_the_bytes(few: bool) -> None:
+def test_the_program_knows_the_bytes() -> None:
     plans = [plan(name, partition="intra", bucket_bytes=1 << 12) for name in ("thinwire", "zeropp-8bit", "zeropp")]
     plans += [
         plan("thinwire", partition="inter"),
@@ -133,8 +131,7 @@ def test_the_program_knows_the_bytes(few: bool) -> None:
     ]
     for name in ("zeropp", "thinwire"):
         plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
-    chosen = plans[::4] if few else [one for number, one in enumerate(plans) if number % 4]
-    run_ranks(4, follow_many, chosen, 2)
+    run_ranks(4, follow_many, plans, 2)
 
 
 def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.training.parity import Case, assert_parity, distinct_presets, in_part, part_of, valid_plans
+from tests.support.training.parity import Case, assert_parity, distinct_presets, valid_plans
 
 import thinwire as tw
 
@@ -18,15 +18,14 @@ def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
 
 
 @pytest.mark.slow
-@in_part
 @pytest.mark.parametrize(("partition", "micro_batches"), [("inter", 2), ("intra", 1), ("intra", 2), ("inter", 1)])
-def test_presets_on_2x2(partition: str, micro_batches: int, part: str) -> None:
+def test_presets_on_2x2(partition: str, micro_batches: int) -> None:
     cases = {
         name: Case(preset(name, 2, 2, partition=partition), micro_batches)
         for name in tw.Plan.preset_names(islands=False)
     }
     assert len(cases) == 13
-    assert_parity(4, part_of(part, cases))
+    assert_parity(4, cases)
 
 
 def test_the_plans_of_amsps_table_iv_train_alike_on_its_engine() -> None:
@@ -37,9 +36,8 @@ def test_the_plans_of_amsps_table_iv_train_alike_on_its_engine() -> None:
 
 
 @pytest.mark.slow
-@in_part
-def test_presets_on_3x2(part: str) -> None:
-    plans = part_of(part, distinct_presets(3, 2, compute_dtype="float32"))
+def test_presets_on_3x2() -> None:
+    plans = distinct_presets(3, 2, compute_dtype="float32")
     assert_parity(6, {name: Case(plan, 2) for name, plan in plans.items()})
 
 

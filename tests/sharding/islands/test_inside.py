@@ -126,8 +126,8 @@ def test_an_island_that_cuts_its_model_resumes_bitwise(grid: tuple[int, int, int
 def test_whole_models_and_adapters(kind: str, preset: str, adapted: bool) -> None:
     """With adapters, the other weights are frozen."""
     plan = plan_of(preset, local=2, islands=MEANS)
-    rank, reference = dist.get_rank(), hf.prepare(kind, adapted=adapted, reentrant=None)
-    model = tw.shard(hf.prepare(kind, adapted=adapted, reentrant=None), plan)
+    rank, reference = dist.get_rank(), hf.prepare(kind, adapted=adapted)
+    model = tw.shard(hf.prepare(kind, adapted=adapted), plan)
     assert all(p.requires_grad for p in reference.parameters()) is not adapted
     optim = tw.optimizer(model, torch.optim.SGD, lr=LR)
     plain = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=LR)

@@ -376,27 +376,12 @@ def check_endings(name: str, own: bool, endings: tuple[Ending, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "own", "endings"),
-    [
-        ("zero3", False, ENDINGS[::2]),
-        ("zero3", False, ENDINGS[1::2]),
-        *(
-            (name, own, ENDINGS)
-            for name, own in itertools.product(("zero1", "zero3", "ddp", "thinwire"), (True, False))
-            if (name, own) != ("zero3", False)
-        ),
-    ],
-)
+@pytest.mark.parametrize("endings", [ENDINGS])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "ddp", "thinwire"])
 @on_ranks(4)
 def test_every_end_of_a_step_orders_every_access(name: str, own: bool, endings: tuple[Ending, ...]) -> None:
     check_endings(name, own, endings)
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_usual_ends_of_a_step_order_every_access() -> None:
-    check_endings("zero1", True, (clipped, edited))
 
 
 @pytest.mark.slow

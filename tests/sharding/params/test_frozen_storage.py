@@ -114,8 +114,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("names", "codec"),
     [
-        (("zero3", "ddp", "zero1", "hpz"), INT8),
+        (("zero1", "hpz"), INT8),
         (("zero3", "ddp"), "int4:64,hadamard"),
+        pytest.param(("zero3", "ddp"), INT8, marks=pytest.mark.slow),
         pytest.param(("zero3", "ddp", "zero1", "hpz"), INT4, marks=pytest.mark.slow),
         pytest.param(("amsp-30b", "mics"), INT8, marks=pytest.mark.slow),
     ],
@@ -304,7 +305,7 @@ def test_what_is_saved_encoded_is_not_trained(tmp_path: Path) -> None:
 # -- outside of passes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero3", "hpz", "ddp"])
+@pytest.mark.parametrize("name", ["hpz", "ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 @on_ranks(WORLD)
 def test_reads_writes_and_copies(name: str) -> None:
     """Reads see decoded values; a write encodes again, from what was written, and no block that keeps its values."""

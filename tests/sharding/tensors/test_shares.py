@@ -1,5 +1,5 @@
-"""Parameters outside of forward and backward: shares that are read, written, differentiated and optimized as any "
-"tensor."""
+"""Parameters outside of forward and backward: shares that are read, written, differentiated and optimized as any
+tensor."""
 
 from __future__ import annotations
 
@@ -28,13 +28,7 @@ from thinwire.sharding.tensors.tensor import ShareTensor
 
 pytestmark = pytest.mark.ranks
 
-PLANS = ("zero1", "zero3", "whole tensors")
-OTHER_PLANS = ("ddp", "zero2", "hpz", "zero1-node", "inter")
-"""Plans of the slow suite."""
-
-BOTH = pytest.mark.parametrize(
-    "plans", [PLANS, pytest.param(OTHER_PLANS, marks=pytest.mark.slow)], ids=["few", "other"]
-)
+PLANS = ("zero1", "zero3", "whole tensors", "ddp", "zero2", "hpz", "zero1-node", "inter")
 
 
 class Learned(Stack):
@@ -129,10 +123,9 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.slow
-@BOTH
 @on_ranks(4)
-def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
-    for name in plans:
+def test_shares_read_as_the_whole_parameter() -> None:
+    for name in PLANS:
         pair = Pair(name)
         with torch.no_grad():
             for what, read in READS.items():
@@ -166,11 +159,10 @@ def sum_and_send(model: nn.Module) -> None:
 
 
 @pytest.mark.slow
-@BOTH
 @on_ranks(4)
-def test_collectives_of_a_loop_reach_every_rank(plans: tuple[str, ...]) -> None:
+def test_collectives_of_a_loop_reach_every_rank() -> None:
     x = samples(0, 1, 4)[0, 0]
-    for name in plans:
+    for name in PLANS:
         pair = Pair(name)
         sum_and_send(pair.model)
         sum_and_send(pair.one)
@@ -197,10 +189,9 @@ def test_a_sum_that_a_rank_joins_late_arrives() -> None:
 
 
 @pytest.mark.slow
-@BOTH
 @on_ranks(4)
-def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
-    for name in plans:
+def test_whole_parameters_are_written_where_asked() -> None:
+    for name in PLANS:
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
             with torch.no_grad():
@@ -222,7 +213,7 @@ def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> Non
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
-@BOTH
+@pytest.mark.parametrize("plans", [PLANS[:3], pytest.param(PLANS[3:], marks=pytest.mark.slow)])
 @on_ranks(4)
 def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
     for name in plans:
@@ -244,12 +235,11 @@ def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-@BOTH
 @on_ranks(4)
-def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
+def test_penalties_on_parameters() -> None:
     """Terms of the loss that read parameters outside of the model's forward."""
     x = samples(0, 1, 4)[0, 0]
-    for name in plans:
+    for name in PLANS:
         pair = Pair(name)
         for model in (pair.model, pair.one):
             loss = model(x).square().mean()

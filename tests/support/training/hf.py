@@ -69,14 +69,11 @@ class Adapted(nn.Module):
         return self.layer(x) + x @ self.a.T @ self.b.T
 
 
-def prepare(kind: str, *, adapted: bool, reentrant: bool | None) -> nn.Module:
+def prepare(kind: str, *, adapted: bool) -> nn.Module:
     model = build(kind)
     if adapted:
         model.requires_grad_(False)
         for layer in model.model.layers:
             for name in ("q_proj", "v_proj"):
                 setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
-    if reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
     return model.train()

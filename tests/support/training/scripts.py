@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,30 +72,6 @@ def check_script(
         close(model)
 
 
-def two_forwards_one_backward(run: Session) -> None:
-    for number in range(3):
-        (run.loss(2 * number) + run.loss(2 * number + 1)).backward()
-        run.step()
-
-
-def two_forwards_two_backwards(run: Session) -> None:
-    """In the order of a stack, then in that of a queue."""
-    for number in range(3):
-        losses = [run.loss(2 * number), run.loss(2 * number + 1)]
-        for loss in losses if number % 2 else losses[::-1]:
-            loss.backward()
-        run.step()
-
-
-def retained_graph(run: Session) -> None:
-    for number in range(3):
-        loss = run.loss(number)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        (3 * loss).backward()
-        run.step()
-
-
 def second_order(run: Session) -> None:
     """A penalty on the gradient with respect to the input."""
     for number in range(3):
@@ -113,30 +90,35 @@ def second_order(run: Session) -> None:
 
 
 class Checkpointed(Stack):
-    """The user's own activation checkpointing, around units."""
+    """The user's own activation checkpointing: of each unit, of parts of units, or of all but the ends at once. The
+    backward begins in the head, which is in none; under a reentrant one of all it begins inside, as the head is left
+    out."""
 
-    reentrant = False
+    def __init__(self, what: str, *, reentrant: bool) -> None:
+        super().__init__(3, Block if what != "parts" else partial(CheckpointedBlock, reentrant))
+        self.what, self.reentrant = what, reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        if self.what == "all":
+            x = checkpoint(self.trunk, x, use_reentrant=self.reentrant)
+            return x if self.reentrant else self.last(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.what == "units" else block(x)
         return self.last(x)
 
-
-class CheckpointedReentrant(Checkpointed):
-    reentrant = True
-
-
-class CheckpointedInside(Stack):
-    """Checkpointing of parts of units."""
-
-    def __init__(self) -> None:
-        super().__init__(3, CheckpointedBlock)
+    def trunk(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class CheckpointedBlock(Block):
-    reentrant = False
+    """A block of which a part is in a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(checkpoint(self.part, x, use_reentrant=self.reentrant))
@@ -145,46 +127,11 @@ class CheckpointedBlock(Block):
         return torch.tanh(self.up(self.norm(x)))
 
 
-class CheckpointedInsideReentrant(Stack):
-    def __init__(self) -> None:
-        super().__init__(3, CheckpointedReentrantBlock)
-
-
-class CheckpointedReentrantBlock(CheckpointedBlock):
-    reentrant = True
-
-
-class CheckpointedWhole(Stack):
-    """Several units in one checkpoint, the head in none: the backward begins outside."""
-
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.trunk, self.first(x), use_reentrant=self.reentrant))
-
-    def trunk(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class CheckpointedWholeReentrant(CheckpointedWhole):
-    """The last thing to run: the backward begins inside."""
-
-    reentrant = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.trunk, self.first(x), use_reentrant=True)
-
-
-CHECKPOINTED = (
-    Checkpointed,
-    CheckpointedReentrant,
-    CheckpointedInside,
-    CheckpointedInsideReentrant,
-    CheckpointedWhole,
-    CheckpointedWholeReentrant,
-)
+CHECKPOINTED = [
+    partial(Checkpointed, what, reentrant=reentrant)
+    for what in ("units", "parts", "all")
+    for reentrant in (False, True)
+]
 
 
 class DroppingBlock(Block):
