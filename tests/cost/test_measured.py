@@ -375,9 +375,9 @@ def steps(measured: Profile) -> dict[tuple[object, ...], tuple[float, float]]:
     searching = Search(job)
     found = {}
     for draft in searching.candidates():
-        row = candidate(job, searching.plan(draft))
+        row = candidate(job, draft.plan)
         busy = row.simulated.busy[Resource.INSIDE] + row.simulated.busy[Resource.ACROSS]
-        found[*draft.chain, draft.secondary] = row.seconds, busy
+        found[draft.plan.params, draft.plan.grads, draft.plan.optimizer, draft.plan.secondary] = row.seconds, busy
     return found
 
 

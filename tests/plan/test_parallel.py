@@ -22,8 +22,7 @@ from thinwire.plan.search import RESOLUTION
 from thinwire.plan.training_job import axis_costs
 from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.cut import cut_problems
-from thinwire.spec.plan_parts.pipeline import keeps_busy
+from thinwire.spec.cut import cut_problems, keeps_busy
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)
 
@@ -100,7 +99,7 @@ def test_every_stage_has_a_micro_batch() -> None:
 def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
     asked = job(tp=None, pp=None, micro_batch=1)
     searching = Search(asked)
-    plans = [searching.plan(draft) for draft in searching.candidates()]
+    plans = [draft.plan for draft in searching.candidates()]
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
     assert {plan.tp for plan in plans} == {1, 2, 4}
     for plan in plans:
@@ -112,7 +111,7 @@ def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
 
 def test_codecs_of_activations_come_from_the_same_families() -> None:
     codecs = {
-        level: {(str(p.wire.tp), str(p.wire.pp)) for s in [Search(asked)] for p in map(s.plan, s.candidates())}
+        level: {(str(p.wire.tp), str(p.wire.pp)) for s in [Search(asked)] for _, p in s.candidates()}
         for level in ("none", "lossless", "standard")
         for asked in [job(tp=(2,), pp=(2,), codecs=level, micro_batch=1, recompute=False)]
     }
@@ -128,7 +127,7 @@ def test_estimates_are_bounds_and_nothing_better_is_left_out(gbps: float) -> Non
     asked = job("a800-80g:2x2", machine={"links": links}, tp=None, pp=None, **rest)
     searching, fastest = Search(asked), float("inf")
     for draft in searching.candidates():
-        rated = candidate(asked, searching.plan(draft))
+        rated = candidate(asked, draft.plan)
         assert rated.seconds >= draft.bound * 0.97
         fastest = min(fastest, rated.seconds)
     best = search(asked, top=3)

@@ -13,8 +13,8 @@ from tools.reference import UNLIKE
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cost.goodput import best_interval, goodput, useful_share
 from thinwire.plan import offers
+from thinwire.plan.renting import best_interval, goodput, useful_share
 from thinwire.spec import ClusterSpec
 
 HOUR = 3600.0

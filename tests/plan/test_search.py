@@ -63,7 +63,7 @@ def test_factors_fill_a_node_first() -> None:
 
 def test_every_draft_is_a_valid_plan() -> None:
     searching = Search(job("a800-80g:2x4"))
-    plans = [searching.plan(candidate) for candidate in searching.candidates()]
+    plans = [candidate.plan for candidate in searching.candidates()]
     assert len(plans) > 100
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
@@ -78,7 +78,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     result = search(asked, top=3)
     assert result.complete
     searching = Search(asked)
-    everything = [price_plan(asked, searching.plan(candidate)) for candidate in searching.candidates()]
+    everything = [price_plan(asked, candidate.plan) for candidate in searching.candidates()]
     fastest = min(c.seconds for c in everything if c.fits)
     assert result.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from thinwire.cli.measuring.profile import _sheets
 from thinwire.collectives.group import Control
-from thinwire.profile.crowding import measure_crowding
-from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_meetings
+from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_crowding, measure_meetings
 from thinwire.profile.timing import Deadline
 from thinwire.program import Scope
 from thinwire.spec.profile import Handling, OverlapRow, Profile

@@ -14,7 +14,7 @@ from thinwire.spec import Plan
 def closed_form(pricer: Pricer, plan: Plan, infos: Sequence[UnitInfo]) -> Busy:
     """Seconds of all transfers and codecs of a step of two micro-batches, but for the exchanges of control values."""
     trace, wire = default_trace(infos), plan.wire
-    groups = ProcessGroups.of(plan.mesh, plan.params, plan.grads, plan.optimizer, plan.secondary)
+    groups = ProcessGroups.of(plan)
     codecs, total = (wire.reduce_intra, wire.reduce_inter), Busy()
     for index, unit in enumerate(infos):
         numel = sum(buffer.numel for buffer in unit.buffers)

@@ -12,5 +12,3 @@ from thinwire.convert.deepspeed import from_deepspeed
 from thinwire.convert.fsdp2 import from_fsdp2
 from thinwire.convert.outcome import Action, Conversion, Row
 from thinwire.convert.source import read_source
-
-__all__ = ["Action", "Conversion", "Row", "from_accelerate", "from_deepspeed", "from_fsdp2", "read_source"]

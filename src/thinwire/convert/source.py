@@ -113,9 +113,9 @@ def because(reason: str) -> Rule:
     return always(ignored(reason))
 
 
-def to_plan(key: str, note: str = "") -> Rule:
+def to_plan(key: str) -> Rule:
     """A rule that copies a value to a key of the plan."""
-    return lambda value, source: mapped(plan={key: value}, note=note)
+    return lambda value, source: mapped(plan={key: value})
 
 
 def to_recipe(key: str, note: str = "") -> Rule:

@@ -3,8 +3,7 @@
 ``shapes.py`` says what a model consists of (``blocks.py`` what a block does), and ``units.py`` how a plan cuts it.
 Prices of parts, hops and codecs are :class:`Rates`: published (``rates.py``, with ``kernels.py`` and
 ``kernel_table.py``) or measured (``measured.py``). ``operations.py`` makes the stages of a program's operation of
-them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step. ``memory/`` counts bytes, and
-``goodput.py`` what failures cost.
+them, ``collectives.py`` whole collectives, and ``estimate.py`` sums over a step. ``memory/`` counts bytes.
 """
 
 from thinwire.cost.blocks import ModelPart
@@ -19,11 +18,3 @@ from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.rates import ALONE, Basis, Beside, Efficiency, NominalRates, Rates, Work
 from thinwire.cost.shapes import alike, parts
 from thinwire.cost.units import largest_share, units
-
-__all__ = [
-    "ALONE", "AMSP_STATES", "Basis", "Beside", "Busy", "CollectiveTimes", "Efficiency", "GPU_LOSS_CHUNK", "GroupShape",
-    "HOST_LOSS_CHUNK", "HopCollectives", "LibraryCollectives", "MeasuredLibrary", "Memory", "ModelPart", "NominalRates",
-    "OVERHEAD", "PEER_SYSTEMS", "PricedStage", "Pricer", "ProcessGroups", "ProfiledCollectives", "ProfiledRates",
-    "Rates", "States", "Work", "ZeroSettings", "alike", "kept_activations", "largest_memory", "largest_share",
-    "library_moves", "memory", "moves", "parts", "peer_memory", "units", "working_memory",
-]  # fmt: skip

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from thinwire.cost.operations import CodedHop, PricedStage, moves_of
 from thinwire.cost.rates import Rates
-from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
+from thinwire.program import Axis, Even, Hop, Kind, MessageSizes, Scope, axis_shape, axis_stride, hops
 from thinwire.program.wire import Encoding, ReductionEncodings, shortening
-from thinwire.spec import CodecSpec, Factor
+from thinwire.spec import CodecSpec, Factor, Plan
 
 _NONE = CodecSpec()
 
@@ -87,31 +87,15 @@ class ProcessGroups(NamedTuple):
     every_micro_batch: bool
 
     @classmethod
-    def of(
-        cls,
-        mesh: Factor,
-        params: Factor,
-        grads: Factor,
-        optimizer: Factor,
-        secondary: Factor | None,
-        *,
-        strided: bool = True,
-    ) -> ProcessGroups:
+    def of(cls, plan: Plan, *, strided: bool = True) -> ProcessGroups:
         """The groups that a plan's factors imply; ``strided`` says whether the distance between nodes matters."""
 
-        def between(inner: Factor, outer: Factor) -> GroupShape | None:
-            stride = inner.nodes if strided else 1
-            shape = GroupShape(outer.local // inner.local, outer.nodes // inner.nodes, stride)
+        def group(axis: Axis) -> GroupShape | None:
+            shape = GroupShape(*axis_shape(plan, axis), axis_stride(plan, axis) if strided else 1)
             return shape if shape.ranks > 1 else None
 
-        one = Factor()
-        return cls(
-            between(one, params),
-            between(one, secondary) if secondary else None,
-            between(params, optimizer),
-            between(optimizer, mesh),
-            grads == optimizer,
-        )
+        params, secondary, shard, replica = map(group, (Axis.PARAMS, Axis.SECONDARY, Axis.SHARD, Axis.REPLICA))
+        return cls(params, secondary, shard, replica, plan.grads_like_optimizer)
 
 
 def _busy(move: PricedStage) -> Busy:

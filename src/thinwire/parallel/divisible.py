@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from thinwire.errors import UsageError
 from thinwire.sharding.modules.quantized import is_packed, is_wrapper
 from thinwire.spec import Plan
-from thinwire.spec.plan_parts.pipeline import keeps_busy
+from thinwire.spec.cut import keeps_busy
 
 
 @runtime_checkable

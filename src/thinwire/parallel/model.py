@@ -41,7 +41,7 @@ from thinwire.sharding.runtime.averaging import Average, average_of
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec import Plan
-from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.cut import STAGES_OF_A_RANK
 
 if TYPE_CHECKING:
     from thinwire.parallel.pipeline import Pipeline

@@ -3,14 +3,14 @@
 The way of a plan, in the order in which to read it:
 
 1. ``training_job.py``: what is asked, and ``rules.py``: which plans are valid.
-2. ``space/``: every valid plan as a candidate. ``batches.py`` and ``state_bytes.py`` say what fits; ``traffic.py``
-   prices communication, and ``bounds.py`` makes a lower bound of the step of it.
+2. ``space/``: every valid plan as a candidate. ``batches.py`` says what fits; ``traffic.py`` prices communication, and
+   ``bounds.py`` makes a lower bound of the step of it.
 3. ``priced.py``: a plan with its simulated step, its memory, and what both rest on.
 4. ``search.py``: simulates candidates in the order of their bounds until none can be better; ``refine.py`` turns what
    is left to turn on the best one.
 
 Everything else asks the search: why (``explain.py``), where (``placement.py``, ``renting.py``), for a run
-(``automatic.py``, ``finalists.py``), after it (``after/``), with experts or islands, beside other frameworks
+(``automatic.py``, ``finalists.py``), after it (``after/``), with islands (``loss_budget.py``), beside other frameworks
 (``peers.py``), and under AMSP's objective (``amsp/``).
 """
 
@@ -24,8 +24,7 @@ from thinwire.plan.amsp.sums import AmspSums
 from thinwire.plan.automatic import Chosen, Freedom, choose, lossy_codecs, profiled_job, replaced_keys
 from thinwire.plan.explain import Explanation, binding, critical_path, explain, remedies, shortage, summary
 from thinwire.plan.finalists import finalists
-from thinwire.plan.islands.loss_law import LossLaw, parse_budget
-from thinwire.plan.islands.plans import IslandPlan, island_plans
+from thinwire.plan.loss_budget import IslandPlan, LossLaw, island_plans, parse_budget
 from thinwire.plan.peers import losses, nearest
 from thinwire.plan.placement import hostfile, leaf_numbers, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.priced import AxisSeconds, PricedPlan, Provenance, price_plan, provenance
@@ -33,17 +32,6 @@ from thinwire.plan.renting import Rental, SweptNodes, offers, parts_of, rentals,
 from thinwire.plan.search import RESIDENCES, Search, Searched, search, search_wider
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob, profiled_cluster
 from thinwire.spec.cut import Cut
-
-__all__ = [
-    "AmspPlan", "AmspSums", "AxisSeconds", "BothObjectives", "CODEC_LEVELS", "Candidate", "Chosen",
-    "CodecLevel", "Culprit", "Cut", "Explanation", "Freedom", "IslandPlan", "LossLaw", "PricedPlan", "Provenance",
-    "RESIDENCES", "Rental", "RunComparison", "Search", "Searched", "SweptNodes", "TrainingJob", "UnderBoth",
-    "amsp_flips", "amsp_search", "binding", "both_objectives", "candidate", "choose", "compare", "compare_expected",
-    "critical_path", "culprit", "expectation", "explain", "finalists", "hostfile", "island_plans", "leaf_numbers",
-    "losses", "lossy_codecs", "nearest", "offers", "parse_budget", "parts_of", "place", "placed", "price_plan",
-    "profiled_cluster", "profiled_job", "provenance", "rankfile", "Refit", "refit", "remedies", "rentals",
-    "replaced_keys", "rests_on", "search", "search_wider", "shortage", "slurm_hostfile", "summary", "sweep_nodes",
-]  # fmt: skip
 
 # The names of version 0.2, for one release.
 Candidate = PricedPlan

@@ -248,9 +248,9 @@ def _same(one: Plan, other: Plan) -> bool:
 def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     links, memory = job.cluster.links, job.cluster.memory
     if isinstance(job.rates, NominalRates):
-        yield from _other_links(job, "nic", links.nic, (0.1, 0.25, 0.5, 2.0, 4.0), "between nodes")
+        yield from other_links(job, "nic", links.nic, (0.1, 0.25, 0.5, 2.0, 4.0), "between nodes")
         if links.spine is not None:
-            yield from _other_links(job, "spine", links.spine, (0.5, 2.0, 4.0), "of a node across the spine")
+            yield from other_links(job, "spine", links.spine, (0.5, 2.0, 4.0), "of a node across the spine")
     for scale in (0.5, 2.0):
         cluster = job.cluster.with_(memory=int(memory * scale))
         yield f"{format_bytes(memory * scale)} of memory", replace(job, cluster=cluster)
@@ -258,9 +258,10 @@ def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
         yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
 
 
-def _other_links(
+def other_links(
     job: TrainingJob, key: str, link: Link, scales: Sequence[float], where: str
 ) -> Iterator[tuple[str, TrainingJob]]:
+    """The job with other bandwidths of a link, which :class:`~thinwire.spec.Links` has under ``key``."""
     for scale in scales:
         changed = link.with_(bandwidth=link.bandwidth * scale)
         cluster = job.cluster.with_(links=job.cluster.links.with_(**{key: changed}))

@@ -9,7 +9,7 @@ of CUDA's streams.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from thinwire.cost import (
@@ -25,12 +25,12 @@ from thinwire.cost import (
     peer_memory,
 )
 from thinwire.errors import UsageError
-from thinwire.plan.priced import AxisSeconds, PricedPlan
+from thinwire.plan.priced import PricedPlan
 from thinwire.plan.rules import UNCUT, Chain, divided, factors
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
-from thinwire.sim.step import simulate
+from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Execution
 from thinwire.spec import Factor, Plan
 from thinwire.spec.cut import Cut
@@ -43,26 +43,7 @@ _LARGE: Final = 1 << 16
 """Elements of a tensor above which DeepSpeed, which gathers tensors one by one, does not keep it whole."""
 
 
-@dataclass(frozen=True)
-class PeerPlan:
-    """A configuration of another framework with its predicted step and memory.
-
-    Attributes:
-        framework: Name of the framework.
-        plan: What it shards, as a plan.
-        seconds: Seconds of a step.
-        memory: Bytes on a rank.
-        fits: Whether they fit into an accelerator's memory.
-    """
-
-    framework: str
-    plan: Plan
-    seconds: float
-    memory: Memory
-    fits: bool
-
-
-def nearest(job: TrainingJob, framework: str, ours: Plan) -> PeerPlan:
+def nearest(job: TrainingJob, framework: str, ours: Plan) -> PricedPlan:
     """The configuration of a framework that fits and has the shortest predicted step. It takes over the way in which
     our plan cuts the model, if it can.
 
@@ -110,14 +91,15 @@ def configurations(job: TrainingJob, framework: str, ours: Plan) -> Iterator[Pla
                     )
 
 
-def predicted(job: TrainingJob, framework: str, plan: Plan) -> PeerPlan:
-    """The predicted step and memory of a framework's configuration."""
-    seconds = max(_seconds(replace(job, rates=rates), framework, plan) for rates in job.rates.of_others.views)
+def predicted(job: TrainingJob, framework: str, plan: Plan) -> PricedPlan:
+    """The predicted step and memory of a framework's configuration, which has the framework's name."""
     needed = _memory(job, framework, plan)
-    return PeerPlan(framework, plan, seconds, needed, needed.total <= job.room)
+    views = (replace(job, rates=rates) for rates in job.rates.of_others.views)
+    seen = (PricedPlan.of(view, plan, _step(view, framework, plan), needed, framework) for view in views)
+    return max(seen, key=lambda peer: peer.seconds)
 
 
-def losses(ours: PricedPlan, peer: PeerPlan) -> list[str]:
+def losses(ours: PricedPlan, peer: PricedPlan) -> list[str]:
     """What a framework's configuration leaves out of the plan that was chosen, in words."""
     mine, theirs = ours.plan, peer.plan
     missing = []
@@ -159,8 +141,8 @@ def _shardings(framework: str, mesh: Factor) -> Iterator[dict[str, Any]]:
         yield {"params": mesh, "grads": mesh, "optimizer": mesh, "secondary": node}
 
 
-def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
-    """Seconds of a step, played at the job's rates."""
+def _step(job: TrainingJob, framework: str, plan: Plan) -> Simulated:
+    """A step, played at the job's rates."""
     rates, workload = job.rates, job.workload(plan)
     calls = MeasuredLibrary(rates) if isinstance(rates, ProfiledRates) else LibraryCollectives(job.cluster)
     able = {} if rates.on_processors else {**dict.fromkeys(_OVERLAPPED, True), "spread": framework == "megatron-fsdp"}
@@ -176,9 +158,7 @@ def _seconds(job: TrainingJob, framework: str, plan: Plan) -> float:
             moves = [*moves, PricedStage(Stage.DECODE, None, copied, copies=True)]
         return moves
 
-    step = simulate(plan, workload, rates, micro_batches=plan.micro_batches, execution=Execution(pricing))
-    axes = AxisSeconds.of(job, plan, workload)
-    return step.seconds + axes.idle + axes.messages
+    return simulate(plan, workload, rates, micro_batches=plan.micro_batches, execution=Execution(pricing))
 
 
 def _copied(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:

@@ -1,10 +1,8 @@
 """Assigns hosts to the nodes of the mesh so that groups that cross nodes stay below one leaf switch where possible.
 
-A plan's factors nest: ``P`` spans a few nodes, and ``OS`` spans more. Nodes that belong to one block are taken from one
-leaf. The remaining hosts of several leaves form the blocks that have to cross the spine, from as few leaves as
-possible. This is done for all factors and for subsets of them, and the simulator picks the order with the shortest
-step, at the prices that the search uses. Launchers take the result as an order of hosts: torchrun's node ranks, an MPI
-rankfile, or SLURM's arbitrary distribution.
+``program/ordering.py`` makes orders that suit a plan's factors. The simulator picks the one with the shortest step, at
+the prices that the search uses. Launchers take the result as an order of hosts: torchrun's node ranks, an MPI rankfile,
+or SLURM's arbitrary distribution.
 """
 
 from __future__ import annotations

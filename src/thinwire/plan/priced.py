@@ -9,7 +9,7 @@ from typing import Final
 from thinwire.cost import Basis, Memory, Pricer, ProfiledRates, Rates
 from thinwire.cost.memory.peak import largest_memory
 from thinwire.plan.training_job import TrainingJob, axis_costs
-from thinwire.sim import Simulated, Workload
+from thinwire.sim import Simulated
 from thinwire.sim.axes import pass_seconds
 from thinwire.sim.step import PLAYED, Played, play, with_exchanges
 from thinwire.spec import ModelSpec, Plan, mean_peak
@@ -34,8 +34,11 @@ class AxisSeconds:
     context: float = 0.0
 
     @classmethod
-    def of(cls, job: TrainingJob, plan: Plan, workload: Workload) -> AxisSeconds:
-        """The seconds of a plan of a job, given the work of a rank."""
+    def of(cls, job: TrainingJob, plan: Plan) -> AxisSeconds:
+        """The seconds of a plan of a job."""
+        if plan.tp == plan.pp == plan.ep == plan.cp == 1:
+            return cls()
+        workload = job.workload(plan)
         costs, passes = axis_costs(job, plan), plan.micro_batches * (3 if plan.recompute else 2)
         sums = experts = context = idle = 0.0
         if workload.exchanges:
@@ -61,7 +64,7 @@ class PricedPlan:
         simulated: The simulated step; its seconds include those of tensor and pipeline parallelism.
         memory: Bytes on the rank that needs the most memory.
         fits: Whether these bytes fit into an accelerator's memory.
-        label: Name of the classic system whose plan this is; ``None`` for a plan of the search.
+        label: Name of the classic system or other framework whose plan this is; ``None`` for one of the search.
         axes: Seconds that tensor and pipeline parallelism add.
     """
 
@@ -71,6 +74,13 @@ class PricedPlan:
     fits: bool
     label: str | None = None
     axes: AxisSeconds = AxisSeconds()
+
+    @classmethod
+    def of(cls, job: TrainingJob, plan: Plan, step: Simulated, needed: Memory, label: str | None) -> PricedPlan:
+        """A plan of a job with a step as it was played, and its memory."""
+        axes = AxisSeconds.of(job, plan)
+        step = replace(step, seconds=step.seconds + axes.idle + axes.messages)
+        return cls(plan, step, needed, needed.total <= job.room, label, axes)
 
     @property
     def seconds(self) -> float:
@@ -113,14 +123,10 @@ class Simulations:
         return max((self._price(view, plan, label) for view in views), key=lambda seen: seen.seconds)
 
     def _price(self, job: TrainingJob, plan: Plan, label: str | None) -> PricedPlan:
-        workload, rates = job.workload(plan), job.rates
         simulated = self._played(job, plan).step(plan.micro_batches)
         if plan.num_islands > 1:
-            simulated = with_exchanges(plan, workload.units, rates, simulated)
-        axes = AxisSeconds.of(job, plan, workload)
-        simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
-        needed = self.memory(job, plan)
-        return PricedPlan(plan, simulated, needed, needed.total <= job.room, label, axes)
+            simulated = with_exchanges(plan, job.units(plan), job.rates, simulated)
+        return PricedPlan.of(job, plan, simulated, self.memory(job, plan), label)
 
     def _played(self, job: TrainingJob, plan: Plan) -> Played:
         count = min(plan.micro_batches, PLAYED + 1)

@@ -19,7 +19,7 @@ from thinwire.cost import Memory
 from thinwire.plan.priced import PricedPlan, Simulations
 from thinwire.plan.refine import Refinement
 from thinwire.plan.rules import UNCUT, complexity
-from thinwire.plan.space.candidates import ByBound, Candidate, CandidateGroup, Candidates
+from thinwire.plan.space.candidates import FACTORS, ByBound, Candidate, CandidateGroup, Candidates
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import ClusterSpec, Plan
 from thinwire.spec.cut import Cut
@@ -163,20 +163,20 @@ class Search:
         best = min((priced.seconds for priced in simulated.values() if priced.fits), default=math.inf)
         most, least = max(top, 16 + MOST_BLOCKS // self.job.model.layers), math.inf
         for candidate in promising.in_order():
-            if candidate in simulated:
+            if candidate.plan in simulated:
                 continue
             done = len(simulated) >= top and candidate.bound * (1 + RESOLUTION) > best
             if done or len(simulated) >= most:
                 least = candidate.bound
                 break
-            if self._fits(candidate):
-                simulated[candidate] = self._price(self.plan(candidate))
-                best = min(best, simulated[candidate].seconds)
+            if self._fits(candidate.plan):
+                simulated[candidate.plan] = self._price(candidate.plan)
+                best = min(best, simulated[candidate.plan].seconds)
         # The plans with the fewest knobs among those that may tie with the best.
         # Memory is checked last: thousands of plans may tie, and computing the memory of a plan is the slowest step.
-        tying = (candidate for candidate in promising.plainest(best * (1 + self.job.tie)) if candidate not in simulated)
-        for candidate in list(itertools.islice(filter(self._fits, tying), top)):
-            simulated[candidate] = self._price(self.plan(candidate))
+        tying = (plan for _, plan in promising.plainest(best * (1 + self.job.tie)) if plan not in simulated)
+        for plan in list(itertools.islice(filter(self._fits, tying), top)):
+            simulated[plan] = self._price(plan)
         found = list(simulated.values())
         if (uncut := self._cuts.get(UNCUT)) is not None:
             found += expert_candidates(self.job, self.simulations, uncut.bucket_bytes)
@@ -195,14 +195,14 @@ class Search:
             simulations=self.simulations,
         )
 
-    def _promising(self) -> tuple[ByBound, dict[Candidate, PricedPlan]]:
+    def _promising(self) -> tuple[ByBound, dict[Plan, PricedPlan]]:
         """All candidates, and the simulated best of every cut but the last.
 
         That best time is a limit for the following cuts: candidates that take longer are not generated. Pipelines come
         first, which have the fewest plans, then the cuts that compute least, so that the limit is low early.
         """
         groups: dict[Cut, list[CandidateGroup]] = {cut: [] for cut in self._cuts}
-        simulated: dict[Candidate, PricedPlan] = {}
+        simulated: dict[Plan, PricedPlan] = {}
         best = math.inf
         # The order of the cuts alone would take longer. Plans that share experts may still fit, and count these.
         if self.job.model.experts is None and not self._may_fit():
@@ -213,25 +213,21 @@ class Search:
             if cut == order[-1]:
                 break
             candidates = itertools.islice(ByBound(groups[cut]).in_order(), _TRIED)
-            first = next((candidate for candidate in candidates if self._fits(candidate)), None)
+            first = next((candidate for candidate in candidates if self._fits(candidate.plan)), None)
             if first is not None and first.bound < best:
-                simulated[first] = self._price(self.plan(first))
-                best = min(best, simulated[first].seconds)
+                simulated[first.plan] = self._price(first.plan)
+                best = min(best, simulated[first.plan].seconds)
         return ByBound([group for of_cut in groups.values() for group in of_cut]), simulated
 
-    def _fits(self, candidate: Candidate) -> bool:
-        """Whether a candidate fits into memory, including the messages of its codecs."""
-        return self.simulations.memory(self.job, self.plan(candidate)).total <= self.job.room
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan fits into memory, including the messages of its codecs."""
+        return self.simulations.memory(self.job, plan).total <= self.job.room
 
     def candidates(self) -> Iterator[Candidate]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
         for part in self._cuts.values():
             for group in part.groups():
                 yield from map(group.candidate, range(group.bounds.size))
-
-    def plan(self, candidate: Candidate) -> Plan:
-        """The full plan of a candidate."""
-        return self._cuts[candidate.cut].plan(candidate)
 
     def classics(self) -> Iterator[PricedPlan]:
         """Every classic system with its best micro-batch and recomputation; all ranks are data-parallel."""
@@ -243,8 +239,9 @@ class Search:
 
     def _best_batch(self, candidates: Candidates, plan: Plan, label: str) -> PricedPlan:
         """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
-        chain, batches = (plan.params, plan.grads, plan.optimizer), candidates.batches.choices
-        fitting = [batches[row] for row in candidates.states.fitting(chain, plan.secondary, batches)]
+        batches = candidates.batches.choices
+        without_codecs = candidates.base.trusted(**{name: getattr(plan, name) for name in FACTORS})
+        fitting = [batches[row] for row in candidates.states.fitting(without_codecs, batches)]
         tried = sorted(fitting, key=lambda batch: batch.computing + batch.bubble)
         tried = tried or [min(batches, key=lambda batch: max(batch.working))]
         best: PricedPlan | None = None
@@ -270,11 +267,11 @@ class Search:
         Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
         sharding.
         """
-        least: tuple[float, Candidate | None] = math.inf, None
+        least: tuple[float, Plan | None] = math.inf, None
         for candidates in reversed(self._cuts.values()):  # the most cut first, which leaves little to try
             least = candidates.smallest(least[0]) or least
-        assert least[1] is not None, "some plan needs the least"
-        plan = self.plan(least[1])
+        _, plan = least
+        assert plan is not None, "some plan needs the least"
         return plan, self.simulations.memory(self.job, plan)
 
     def _may_fit(self) -> bool:

@@ -26,9 +26,8 @@ from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.sim.axes import AxisCosts
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.cut import Cut, cut_problems
+from thinwire.spec.cut import Cut, cut_problems, keeps_busy
 from thinwire.spec.plan import Dtype
-from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.plan_parts.residence import Residence
 from thinwire.spec.profile import Profile
 

@@ -3,5 +3,3 @@
 from thinwire.profile.computing import ModelPiece
 from thinwire.profile.handling import Weightless
 from thinwire.profile.measure import Settings, measure, memory_in_use, process_memory
-
-__all__ = ["ModelPiece", "Weightless", "Settings", "measure", "memory_in_use", "process_memory"]

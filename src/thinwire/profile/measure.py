@@ -22,11 +22,10 @@ from thinwire.collectives.links.nccl import backend_maker
 from thinwire.errors import UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_host_copies, measure_model, measure_touch, measure_update
-from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.handling import Weightless, measure_handling
 from thinwire.profile.library import measure_library
-from thinwire.profile.meeting import Meeting, measure_meetings
+from thinwire.profile.meeting import Meeting, measure_crowding, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
 from thinwire.spec import Factor, ModelSpec, Plan

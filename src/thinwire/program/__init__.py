@@ -54,14 +54,3 @@ from thinwire.program.step import (
     UnitInfo,
 )
 from thinwire.program.wire import axis_shape, idle_codecs
-
-__all__ = [
-    "AHEAD", "ALIGNMENT_BYTES", "AnyLane", "Axis", "BufferInfo", "BufferKey", "Even", "Event", "ExchangePart", "Hop",
-    "HostLane", "Kind", "LEAVING", "Lane", "Lookahead", "MessageSizes", "Moment", "NORM_BYTES", "Operation", "Phase",
-    "SLOTS", "Scope", "Span", "Stage", "StepProgram", "Trace", "Traffic", "UNDER_WAY", "UnitInfo", "any_gathered",
-    "axis_extent", "axis_index", "axis_members", "axis_shape", "axis_stride", "buckets", "check_live", "chunk_spans",
-    "control_bytes", "crossing_bytes", "deal", "default_trace", "due_fragments", "exchange_operations",
-    "exchange_parts", "exchanged_units", "flat_numel", "gather_batches", "gathered_peak", "gradient_bytes", "hops",
-    "host_bytes", "host_orders", "idle_codecs", "leaf_by_leaf", "least_crossing", "lower", "next_exchange",
-    "node_order", "padded", "reduction_batches", "slot_offsets", "together", "traffic_across", "within",
-]  # fmt: skip

@@ -12,8 +12,3 @@ from thinwire.sim.disturbed import Disturbance, Disturbed, disturbed
 from thinwire.sim.engine import Engine
 from thinwire.sim.step import Simulated, simulate
 from thinwire.sim.workload import Workload
-
-__all__ = [
-    "Answer", "Case", "Disturbance", "Disturbed", "Engine", "Resource", "Simulated", "Slowed", "Workload", "answer",
-    "disturbed", "read_cases", "simulate",
-]  # fmt: skip

@@ -15,7 +15,7 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE, used_codec
 from thinwire.sim.workload import Workload, part_seconds
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
-from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.cut import STAGES_OF_A_RANK
 
 SUMS = 2
 """Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The

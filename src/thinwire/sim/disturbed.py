@@ -68,10 +68,10 @@ class Disturbed:
     samples: int
 
 
-def disturbed(case: Case, disturbance: Disturbance, *, seed: int = 0) -> Disturbed:
-    """Sample disturbed steps; the same seed gives the same steps."""
+def disturbed(case: Case, disturbance: Disturbance) -> Disturbed:
+    """Sample disturbed steps, the same ones every time."""
     undisturbed, samples = answer(case), disturbance.samples if disturbance.is_random else 1
-    chance = random.Random(seed)
+    chance = random.Random(0)
     cluster = undisturbed.cluster
     drawn = [disturbance.draw(cluster.gpus, cluster.nodes, chance) for _ in range(samples)]
     seconds = sorted(answer(case, slowed=slowed).simulated.seconds for slowed in drawn)

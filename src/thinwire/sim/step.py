@@ -89,14 +89,6 @@ def with_exchanges(plan: Plan, units: Sequence[UnitInfo], rates: Rates, step: Si
 
 
 @dataclass(frozen=True, slots=True)
-class LaneWork:
-    """Seconds of a lane's hops, with the copies before and after them, and of its codecs."""
-
-    transfer: float = 0.0
-    codec: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Played:
     """A step that was played, from which steps with more micro-batches follow.
 
@@ -182,17 +174,18 @@ def _own(plan: Plan, rates: Rates) -> Execution:
     return Execution(pricing, repeats=True)
 
 
-def lane_work(plan: Plan, workload: Workload, rates: Rates) -> dict[Lane, LaneWork]:
-    """Seconds of work that each lane has in a step, without slowdown by anything else. Exchanges with other islands
-    count with their mean over many steps. What the runtime takes to prepare stages is no lane's work."""
+def lane_work(plan: Plan, workload: Workload, rates: Rates) -> dict[Lane, tuple[float, float]]:
+    """Seconds of work that each lane has in a step, without slowdown by anything else: of its hops, and of its codecs
+    and copies. Exchanges with other islands count with their mean over many steps. What the runtime takes to prepare
+    stages is no lane's work."""
     rates = copy(rates)
     rates.handling = Handling()
-    pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, LaneWork())
+    pricing, seconds = _own(plan, rates).pricing, dict.fromkeys(Lane, (0.0, 0.0))
     for lane, operation, often in lane_operations(plan, workload.units, clip=workload.clip):
         for stage in pricing(plan, operation, workload.units):
-            before, taken = seconds[lane], often * stage.seconds
-            moved = taken if stage.stage in TRANSFERS else 0.0
-            seconds[lane] = LaneWork(before.transfer + moved, before.codec + taken - moved)
+            (moving, coding), taken = seconds[lane], often * stage.seconds
+            is_transfer = stage.stage in TRANSFERS
+            seconds[lane] = (moving + taken, coding) if is_transfer else (moving, coding + taken)
     return seconds
 
 

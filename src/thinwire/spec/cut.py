@@ -1,12 +1,20 @@
-"""How tensor and pipeline parallelism cut a model, and which cuts the runtime performs."""
+"""How tensor and pipeline parallelism cut a model, which cuts the runtime performs, and what keeps stages busy."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from thinwire.spec.models.model import ModelSpec
 from thinwire.spec.plan import Plan
-from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
+
+STAGES_OF_A_RANK: Final = {"1f1b": 1, "interleaved": 2}
+"""Stages per rank of a pipeline, by schedule."""
+
+
+def keeps_busy(pp: int, schedule: str, micro_batches: int) -> bool:
+    """Whether there are micro-batches for every stage. An interleaved schedule needs rounds of equal size."""
+    rounds = micro_batches // pp
+    return rounds > 0 and (schedule == "1f1b" or micro_batches % rounds == 0)
 
 
 class Cut(NamedTuple):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from thinwire.errors import SpecError
+from thinwire.spec.cut import keeps_busy
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Dtype, Plan
-from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import BATCH, Recipe
 
 

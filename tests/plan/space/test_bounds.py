@@ -81,8 +81,8 @@ def check_bounds(job: TrainingJob, choose: Any) -> None:
 def hold(searching: Search, candidates: Iterable[Candidate]) -> None:
     job = searching.job
     for candidate in candidates:
-        seconds = searching.simulations.price(job, searching.plan(candidate)).seconds
-        assert candidate.bound * ROUNDING <= seconds, searching.plan(candidate).describe()
+        seconds = searching.simulations.price(job, candidate.plan).seconds
+        assert candidate.bound * ROUNDING <= seconds, candidate.plan.describe()
 
 
 thorough = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -126,7 +126,7 @@ def test_bounds_hold_where_the_root_holds_the_embedding() -> None:
         *map("layers.{}".format, range(8)),
     }
     searching = Search(job)
-    hold(searching, (candidate for candidate in searching.candidates() if candidate.chain[0].ranks == 8))
+    hold(searching, (candidate for candidate in searching.candidates() if candidate.plan.params.ranks == 8))
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_the_gap_holds_for_every_plan() -> None:
     """Against simulating all plans of a small space, with a profile, where bounds are loosest."""
     job = profiled("200mbit", 4, 1, clip=True)
     searched, searching = search(job, top=2), Search(job)
-    every = [searching.simulations.price(job, searching.plan(candidate)) for candidate in searching.candidates()]
+    every = [searching.simulations.price(job, candidate.plan) for candidate in searching.candidates()]
     fastest = min(each.seconds for each in every if each.fits)
     assert len(every) > searched.simulated
     assert fastest >= searched.candidates[0].seconds * (1 - searched.gap) * ROUNDING

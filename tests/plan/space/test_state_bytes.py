@@ -7,8 +7,7 @@ import pytest
 from thinwire.cost import NominalRates
 from thinwire.plan import TrainingJob, price_plan
 from thinwire.plan.rules import UNCUT
-from thinwire.plan.space.batches import Batches
-from thinwire.plan.space.state_bytes import StateBytes
+from thinwire.plan.space.batches import Batches, StateBytes
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 SMALL = ModelSpec(name="small", layers=4, hidden=512, heads=8, vocab=2048, seq=256)
@@ -24,7 +23,7 @@ def test_a_batch_fits_where_it_fits_by_the_plans_own_memory(preset: str, micro_b
     plan = Plan.preset(preset, nodes=2, local=2, micro_batches=micro_batches)
     base = Plan.preset("ddp", nodes=2, local=2)
     (batch,) = Batches(job, UNCUT, base).sizes
-    needed = StateBytes(job, base).needed((plan.params, plan.grads, plan.optimizer), plan.secondary, batch)
+    needed = StateBytes(job, base).needed(plan, batch.working)
     assert needed == price_plan(job, plan).memory.total
 
 

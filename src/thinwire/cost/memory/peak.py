@@ -120,8 +120,7 @@ def _held(
     """Bytes of the model states of some units; of what is gathered at once, of buffers, and of rounding errors."""
     workspace = Workspace(units)
     numel = sum(buffer.numel for unit in units for buffer in unit.buffers if buffer.trainable)
-    chain, several = (plan.params, plan.grads, plan.optimizer), plan.micro_batches > 1
-    kept = ModelStates.of(states or States.of(plan), chain, plan.secondary, numel, share, several=several)
+    kept = ModelStates.of(states or States.of(plan), plan, numel, share)
     frozen, of_secondary = frozen_bytes(plan, units)
     kept = kept._replace(params=kept.params + frozen, secondary=kept.secondary + of_secondary)
     if not plan.residence.on_device:

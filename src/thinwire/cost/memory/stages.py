@@ -10,7 +10,7 @@ from thinwire.cost.shapes import parts
 from thinwire.cost.units import units as units_of
 from thinwire.program import UnitInfo
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.plan_parts.pipeline import STAGES_OF_A_RANK
+from thinwire.spec.cut import STAGES_OF_A_RANK
 
 
 @dataclass(frozen=True, slots=True)

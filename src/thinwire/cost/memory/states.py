@@ -26,10 +26,8 @@ from thinwire.program import (
     together,
 )
 from thinwire.program.wire import ITEMSIZE, change_encodings, reduction_codecs
-from thinwire.spec import Factor, Plan
+from thinwire.spec import Plan
 from thinwire.spec.plan_parts.residence import Residence
-
-_STEP = Event(Phase.STEP, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +42,8 @@ class States:
     def of(cls, plan: Plan) -> States:
         """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
         alike = plan.params == plan.optimizer and not plan.residence.has_masters
-        return cls.of_dtypes(plan.compute_dtype, plan.accumulate_dtype, alike=alike)
-
-    @classmethod
-    def of_dtypes(cls, compute_dtype: str, accumulate_dtype: str, *, alike: bool) -> States:
-        """The same by dtypes; ``alike``: whether ``P`` and ``OS`` are cut alike."""
-        master = 0 if compute_dtype == "float32" and alike else 4
-        return cls(ITEMSIZE[compute_dtype], ITEMSIZE[accumulate_dtype], master + 8)
+        master = 0 if plan.compute_dtype == "float32" and alike else 4
+        return cls(ITEMSIZE[plan.compute_dtype], ITEMSIZE[plan.accumulate_dtype], master + 8)
 
 
 AMSP_STATES = States(2, 2, 12)
@@ -96,16 +89,7 @@ class ModelStates(NamedTuple):
         return kept._replace(grads=kept.grads + min(visiting[1], grads))
 
     @classmethod
-    def of(
-        cls,
-        states: States,
-        chain: tuple[Factor, Factor, Factor],
-        secondary: Factor | None,
-        numel: int,
-        share: int,
-        *,
-        several: bool,
-    ) -> ModelStates:
+    def of(cls, states: States, plan: Plan, numel: int, share: int) -> ModelStates:
         """The states of thinwire's runtime.
 
         With one micro-batch and whole parameters, no ``G`` shard is made beside the gradients of the optimizer's share:
@@ -113,25 +97,24 @@ class ModelStates(NamedTuple):
 
         Args:
             states: Bytes per parameter.
-            chain: Factors of ``P``, ``G`` and ``OS``.
-            secondary: Factor of the secondary shard.
+            plan: The plan; its factors and the number of micro-batches matter.
             numel: Trained elements of all units.
             share: Elements on the rank that owns the most.
-            several: Whether a step has several micro-batches.
         """
-        params, grads, optimizer = chain
-        apart = grads != optimizer and (params.ranks > 1 or several)
+        apart = not plan.grads_like_optimizer and (plan.params.ranks > 1 or plan.micro_batches > 1)
         return cls(
-            states.params * numel // params.ranks,
-            states.grads * (share + (numel // grads.ranks if apart else 0)),
+            states.params * numel // plan.params.ranks,
+            states.grads * (share + (numel // plan.grads.ranks if apart else 0)),
             states.optimizer * share,
-            states.params * numel // secondary.ranks if secondary else 0,
+            states.params * numel // plan.secondary.ranks if plan.secondary else 0,
         )
 
 
 def largest_batch(plan: Plan, units: Sequence[UnitInfo]) -> int:
     """Bytes that come to the device for the update of the largest batch of units."""
-    return max((op.size for op in lower(plan, units).starts(_STEP) if op.lane is HostLane.UP), default=0)
+    return max(
+        (op.size for op in lower(plan, units).starts(Event(Phase.STEP, -1, 0)) if op.lane is HostLane.UP), default=0
+    )
 
 
 def visiting(plan: Plan, units: Sequence[UnitInfo]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple, final
 
@@ -18,7 +19,7 @@ from thinwire.program import (
     reduction_batches,
 )
 from thinwire.program.wire import ITEMSIZE, Encoding, reduction_encodings, used_codec
-from thinwire.spec import Factor, Plan
+from thinwire.spec import Plan
 
 
 class _BucketShape(NamedTuple):
@@ -47,7 +48,7 @@ class Workspace:
         self._order = range(len(units) - 1, -1, -1)
         self._batches: dict[tuple[int, int], Sequence[tuple[int, ...]]] = {}
         self._buckets: dict[tuple[int, int, int], Sequence[_BucketShape]] = {}
-        self._windows: dict[int, int] = {}
+        self._window = cache(self._of_window)
 
     def both(self, plan: Plan) -> int:
         """Bytes of :meth:`gathered` and :meth:`buffers`: they do not depend on the size of a micro-batch, and on their
@@ -61,12 +62,9 @@ class Workspace:
             return 0
         if plan.gathers_by_bytes or not plan.gathers:  # some units are decoded, and others whole
             return gathered_peak(plan, self._units, default_trace(self._units, recompute=plan.recompute))
-        ahead = 1 + max(1, plan.prefetch)
-        if ahead not in self._windows:
-            self._windows[ahead] = self._window(ahead)
-        return self._windows[ahead]
+        return self._window(1 + max(1, plan.prefetch))
 
-    def _window(self, ahead: int) -> int:
+    def _of_window(self, ahead: int) -> int:
         """Most bytes of so many successive blocks, or of two beside the last, with the root."""
         units = self._units
         around = units[0].nbytes if units[0].name == "" else 0
@@ -129,16 +127,11 @@ class Workspace:
         return self._buckets[key]
 
 
-def staged(chain: tuple[Factor, Factor, Factor], *, several: bool) -> bool:
+def staged(plan: Plan) -> bool:
     """Whether whole gradients of a micro-batch leave from memory of their own, and not from what the step accumulates:
-    those of a single micro-batch, or of each if ``G`` is sharded like ``OS``.
-
-    Args:
-        chain: Factors of ``P``, ``G`` and ``OS``.
-        several: Whether a step has several micro-batches.
-    """
-    params, grads, optimizer = chain
-    return params.ranks == 1 and (not several or (optimizer.ranks > 1 and grads == optimizer))
+    those of a single micro-batch, or of each if ``G`` is sharded like ``OS``."""
+    leaves_in_each = plan.optimizer.ranks > 1 and plan.grads_like_optimizer
+    return plan.params.ranks == 1 and (plan.micro_batches == 1 or leaves_in_each)
 
 
 def _sums(sizes: Sequence[int], length: int) -> list[int]:
@@ -202,7 +195,7 @@ def _reduced(plan: Plan, bucket: _BucketShape) -> int:
     """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in both: a
     reduce-scatter in wire dtype then, and a sum of replicas."""
     total, numel, ranks = 0, bucket.numel, plan.optimizer.ranks // plan.params.ranks
-    if staged((plan.params, plan.grads, plan.optimizer), several=plan.micro_batches > 1):
+    if staged(plan):
         total += ITEMSIZE[plan.compute_dtype] * numel  # until their lane has packed them
     sums = 0 if bucket.alone and plan.accumulate_dtype == "float32" else 4
     if ranks > 1:

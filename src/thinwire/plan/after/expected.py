@@ -52,8 +52,8 @@ def times(job: TrainingJob, priced: PricedPlan) -> list[Figure]:
 def lane_seconds(job: TrainingJob, plan: Plan) -> dict[str, float]:
     """Seconds of transfers and of codecs of every lane in a step, without slowdown, by the names of their figures."""
     seconds: dict[str, float] = {}
-    for lane, work in lane_work(plan, job.workload(plan), job.rates).items():
-        seconds |= {f"{TRANSFERS}{lane}": work.transfer, f"{CODECS}{lane}": work.codec}
+    for lane, (moving, coding) in lane_work(plan, job.workload(plan), job.rates).items():
+        seconds |= {f"{TRANSFERS}{lane}": moving, f"{CODECS}{lane}": coding}
     return seconds
 
 

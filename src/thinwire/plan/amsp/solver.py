@@ -18,11 +18,12 @@ from thinwire.cost import (
 )
 from thinwire.errors import SpecError
 from thinwire.plan.amsp.sums import AmspSums, AmspTimes
+from thinwire.plan.explain import other_links
 from thinwire.plan.rules import Chain, chain_ends
 from thinwire.plan.training_job import TrainingJob
-from thinwire.spec import Factor, Link, Plan
+from thinwire.spec import Factor, Plan
 from thinwire.spec.plan_parts.presets import engine_fields
-from thinwire.units import format_bandwidth, format_bytes
+from thinwire.units import format_bytes
 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """Presets of the plans in AMSP's Table IV, by model."""
@@ -204,7 +205,10 @@ def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
     yield f"{job.cluster.gpus} GPUs", job, True
     measured = isinstance(job.rates, ProfiledRates)
     if not measured:
-        yield from _other_links(job)
+        links = job.cluster.links
+        for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
+            for what, changed in other_links(job, key, link, (0.25, 4.0), where):
+                yield what, changed, True
         yield f"{job.cluster.gpus} GPUs without NIC contention (the sums as printed)", job, False
     nodes = job.cluster.nodes // 4
     while nodes >= 1:
@@ -215,16 +219,6 @@ def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
             if not measured:
                 yield f"{cluster.gpus} GPUs without NIC contention", fewer, False
         nodes //= 4
-
-
-def _other_links(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
-    """The job with a quarter of the bandwidth, and with four times as much."""
-    links = job.cluster.links
-    for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
-        for scale in (0.25, 4.0):
-            changed = Link(bandwidth=link.bandwidth * scale, latency=link.latency)
-            cluster = job.cluster.with_(links={key: changed})
-            yield f"{format_bandwidth(changed.bandwidth)} {where}", replace(job, cluster=cluster), True
 
 
 def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:

@@ -1,4 +1,5 @@
-"""Choices of the batch: micro-batch, recomputation and codecs of activations, with their time and memory."""
+"""What fits: choices of the batch (micro-batch, recomputation and codecs of activations), with their time and memory,
+and the bytes of plans that do not depend on the batch: model states, and what is held for a while."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thinwire.cost import ModelPart, alike, working_memory
-from thinwire.cost.memory.stages import demanding_stages, stages
+from thinwire.cost.memory.stages import demanding_stages, held_units, stage_model, stages
+from thinwire.cost.memory.states import ModelStates, States
+from thinwire.cost.memory.workspace import Workspace, staged
 from thinwire.plan.space.traffic import codec_choices
 from thinwire.plan.training_job import TrainingJob, axis_costs
 from thinwire.sim.workload import part_seconds
-from thinwire.spec import Plan
+from thinwire.spec import Factor, Plan
 from thinwire.spec.cut import Cut
 
 
@@ -35,7 +38,6 @@ class BatchChoice(BatchMemory):
     """A choice of the batch and of the codecs of activations, with its costs.
 
     Attributes:
-        codecs: Codecs of tp and pp.
         computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks, and its
             fixed seconds.
         bubble: Seconds during which a pipeline rank idles or waits for messages.
@@ -44,7 +46,6 @@ class BatchChoice(BatchMemory):
         parts: Seconds of the backward of each kind of part, with what it recomputes, and of its forward.
     """
 
-    codecs: tuple[str, str]
     computing: float
     bubble: float
     forward: float
@@ -54,7 +55,7 @@ class BatchChoice(BatchMemory):
     @property
     def complexity(self) -> int:
         """Number of knobs that the choice turns."""
-        return self.plan.recompute + sum(codec != "none" for codec in self.codecs)
+        return self.plan.recompute + sum(not codec.is_none for codec in (self.plan.wire.tp, self.plan.wire.pp))
 
 
 class Batches:
@@ -127,10 +128,62 @@ def _batch_choice(
     return BatchChoice(
         plan,
         batch.working,
-        codecs=(str(plan.wire.tp), str(plan.wire.pp)),
         computing=computing,
         bubble=costs.idle(forward, backward) + costs.awaited,
         forward=forward,
         backward=backward + again,
         parts=none | parts,
     )
+
+
+class StateBytes:
+    """What plans of a cut, of which ``base`` is one, keep whatever the size of a micro-batch. Plans share what they cut
+    alike."""
+
+    def __init__(self, job: TrainingJob, base: Plan) -> None:
+        self._room = job.room
+        shares = demanding_stages(stages(job.model.layers, base))
+        held = [held_units(stage_model(job.model, stage.blocks), base, stage) for stage in shares]
+        # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
+        self._numels = [sum(buffer.numel for unit in units for buffer in unit.buffers) for units in held]
+        self._largest = [max(sum(buffer.numel for buffer in unit.buffers) for unit in units) for units in held]
+        self._stages = [Workspace(units) for units in held]
+        self._held: dict[tuple[Factor, Factor, bool], list[int]] = {}
+
+    def fitting(self, plan: Plan, batches: Sequence[BatchMemory]) -> list[int]:
+        """Numbers of the batches with which a plan without codecs fits into memory."""
+        for states_alone in (True, False):  # the former excludes most, and is quick
+            kept = [self._kept(plan.trusted(micro_batches=count), states_alone=states_alone) for count in (1, 2)]
+            fitting = [
+                row
+                for row, batch in enumerate(batches)
+                if _most(kept[batch.plan.micro_batches > 1], batch.working) <= self._room
+            ]
+            if not fitting:
+                break
+        return fitting
+
+    def needed(self, plan: Plan, working: Sequence[int], *, states_alone: bool = False) -> int:
+        """Bytes on the rank of the stage that needs the most, with what the batch takes on each stage; a lower bound of
+        them from model states alone."""
+        return _most(self._kept(plan, states_alone=states_alone), working)
+
+    def _kept(self, plan: Plan, *, states_alone: bool) -> list[int]:
+        """Bytes of each stage. Of the batch, it matters whether a step has several micro-batches."""
+        held, ranks = [0] * len(self._stages), plan.optimizer.ranks
+        if not states_alone:
+            key = plan.params, plan.optimizer, staged(plan)
+            if key not in self._held:
+                self._held[key] = [stage.both(plan) for stage in self._stages]
+            held = self._held[key]
+        states, kept = States.of(plan), []
+        for size, numel, largest in zip(held, self._numels, self._largest, strict=True):
+            of_stage = ModelStates.of(states, plan, numel, numel // ranks)
+            if not plan.residence.on_device:
+                of_stage = of_stage.streamed(plan.residence, states.optimizer * largest // ranks, (0, 0))
+            kept.append(size + of_stage.on_device)
+        return kept
+
+
+def _most(kept: Sequence[int], working: Sequence[int]) -> int:
+    return max(always + beside for always, beside in zip(kept, working, strict=True))

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from thinwire.cost import GroupShape, Pricer, ProcessGroups
-from thinwire.plan.rules import Chain, chain_ends, secondaries
-from thinwire.plan.space.batches import BatchChoice, Batches
+from thinwire.plan.rules import chain_ends, secondaries
+from thinwire.plan.space.batches import BatchChoice, Batches, StateBytes
 from thinwire.plan.space.bounds import Array, Computation, least_seconds
-from thinwire.plan.space.state_bytes import StateBytes
 from thinwire.plan.space.traffic import WIRE, TrafficSeconds, UnitSizes
 from thinwire.plan.training_job import TrainingJob
 from thinwire.program import NORM_BYTES, Kind, Scope
@@ -30,27 +30,15 @@ from thinwire.spec.cut import Cut
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan in compact form, with a lower bound of its step time.
+FACTORS = ("params", "grads", "optimizer", "secondary")
+"""Fields of a plan in which the groups of a cut differ."""
 
-    Attributes:
-        bound: Lower bound of the step time in seconds.
-        cut: Tensor and pipeline parallelism.
-        chain: Factors of ``P``, ``G`` and ``OS``.
-        secondary: Factor of the secondary shard; ``None`` without one.
-        codecs: Codecs of gather, reduce_intra, reduce_inter, spread, tp and pp, in this order.
-        micro_batch: Sequences per micro-batch.
-        recompute: Whether blocks are recomputed in the backward.
-    """
+
+class Candidate(NamedTuple):
+    """A plan with a lower bound of its step time in seconds."""
 
     bound: float
-    cut: Cut
-    chain: Chain
-    secondary: Factor | None
-    codecs: tuple[str, ...]
-    micro_batch: int
-    recompute: bool
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -58,18 +46,14 @@ class CandidateGroup:
     """All plans with the same factors that fit into memory without codecs.
 
     Attributes:
-        cut: Tensor and pipeline parallelism.
-        chain: Factors of ``P``, ``G`` and ``OS``.
-        secondary: Factor of the secondary shard; ``None`` without one.
+        plan: A plan with these factors.
         batches: Choices of the batch.
-        codecs: Choices of codecs of gather, reduce_intra, reduce_inter and spread.
+        codecs: Choices of codecs, in the order of :data:`WIRE`.
         bounds: Lower bounds of steps in seconds, shape ``(batches, codecs)``.
         complexity: Numbers of knobs, of the same shape.
     """
 
-    cut: Cut
-    chain: Chain
-    secondary: Factor | None
+    plan: Plan
     batches: Sequence[BatchChoice]
     codecs: Sequence[tuple[str, ...]]
     bounds: Array
@@ -78,16 +62,9 @@ class CandidateGroup:
     def candidate(self, number: int) -> Candidate:
         """The candidate at a place of the flattened arrays."""
         which, choice = divmod(number, len(self.codecs))
-        batch = self.batches[which]
-        return Candidate(
-            float(self.bounds[which, choice]),
-            self.cut,
-            self.chain,
-            self.secondary,
-            self.codecs[choice] + batch.codecs,
-            batch.plan.micro_batch,
-            batch.plan.recompute,
-        )
+        factors = {name: getattr(self.plan, name) for name in FACTORS}
+        wire = {name: codec for name, codec in zip(WIRE, self.codecs[choice], strict=True) if codec != "none"}
+        return Candidate(float(self.bounds[which, choice]), self.batches[which].plan.with_(**factors, wire=wire))
 
 
 class ByBound:
@@ -124,6 +101,7 @@ class Candidates:
     """All plans of one cut.
 
     Attributes:
+        base: A plan of the cut.
         batches: Choices of the batch.
         states: Bytes of every plan that do not depend on the batch.
         considered: Number of plans that :meth:`groups` has gone through.
@@ -144,16 +122,16 @@ class Candidates:
             residence=job.residences[0],
         )
         self.bucket_bytes = _bucket_bytes(job, self.mesh, sum(part.numel for part in job.parts(base)))
-        self._base = base.trusted(bucket_bytes=self.bucket_bytes)
-        self.states = StateBytes(job, self._base)
+        self.base = base.trusted(bucket_bytes=self.bucket_bytes)
+        self.states = StateBytes(job, self.base)
         self._pricer = pricer
-        self.batches = Batches(job, cut, self._base)
+        self.batches = Batches(job, cut, self.base)
         self.considered = self.fitting = 0
 
     # A search for the plan of the least memory needs none of these three.
     @cached_property
     def _units(self) -> UnitSizes:
-        return UnitSizes.of(self.job, self._base)
+        return UnitSizes.of(self.job, self.base)
 
     @cached_property
     def _parameters(self) -> int:
@@ -172,97 +150,73 @@ class Candidates:
         """
         fixed = self._control + self.job.rates.update(self._parameters // self.mesh.ranks)
         promising = [batch for batch in self.batches.choices if batch.computing + batch.bubble + fixed <= limit]
-        for params, optimizer in chain_ends(self.mesh):
-            if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
-                continue
+        for params, optimizer in self._ends():
             closer = secondaries(self.mesh, params)
+            plans = [
+                self.base.trusted(params=params, grads=grads, optimizer=optimizer)
+                for grads in dict.fromkeys((params, optimizer))
+            ]
             # Without a secondary shard, and with G cut like OS, plans need the least memory.
-            rows = self.states.fitting((params, optimizer, optimizer), None, promising)
-            within = [promising[row] for row in rows]
-            if not within or (len(closer) > 1 and self._hopeless((params, params, optimizer), within, limit)):
-                count = self._traffic.count(self._groups_of((params, params, optimizer), None))
-                self.considered += len(closer) * len({params, optimizer}) * count * len(self.batches.choices)
+            within = [promising[row] for row in self.states.fitting(plans[-1], promising)]
+            if not within or (len(closer) > 1 and self._hopeless(plans[0], within, limit)):
+                count = self._traffic.count(self._groups_of(plans[0]))
+                self.considered += len(closer) * len(plans) * count * len(self.batches.choices)
                 continue
-            yield from self._groups_between((params, optimizer), closer, within, complete=len(promising))
+            yield from self._groups_between(plans, closer, within, complete=len(promising))
+
+    def _ends(self) -> Iterator[tuple[Factor, Factor]]:
+        """``P`` and ``OS`` of every chain. Every micro-batch of a pipeline would gather sharded parameters again."""
+        return (ends for ends in chain_ends(self.mesh) if self.cut.pp == 1 or ends[0].ranks == 1)
 
     def _groups_between(
-        self,
-        ends: tuple[Factor, Factor],
-        closer: Sequence[Factor | None],
-        batches: Sequence[BatchChoice],
-        *,
-        complete: int,
+        self, plans: Sequence[Plan], closer: Sequence[Factor | None], batches: Sequence[BatchChoice], *, complete: int
     ) -> Iterator[CandidateGroup]:
-        """The plans with these factors of ``P`` and ``OS``, with each secondary shard, that fit into memory.
+        """The plans with the same ``P`` and ``OS``, with each secondary shard, that fit into memory.
 
         Args:
-            ends: The factors of ``P`` and ``OS``.
+            plans: Plans with ``G`` cut like ``P``, and like ``OS``.
             closer: Factors of the secondary shard.
             batches: Choices of the batch that may fit.
             complete: Number of batches that leave nothing to try.
         """
-        params, optimizer = ends
-        found: list[tuple[Factor, Factor | None, list[int]]] = []
-        of_grads: dict[Factor, list[Factor | None]] = {}
+        found: dict[Factor, list[tuple[Plan, list[int]]]] = {}
         for secondary in closer:
             # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
-            for grads in dict.fromkeys((params, optimizer)):
-                chain = params, grads, optimizer
-                rows = self.states.fitting(chain, secondary, batches)
-                count = self._traffic.count(self._groups_of(chain, None))
+            for plan in (plan.trusted(secondary=secondary) for plan in plans):
+                rows = self.states.fitting(plan, batches)
+                count = self._traffic.count(self._groups_of(plan))
                 self.considered += count * len(self.batches.choices)
                 self.fitting += count * len(rows)
                 if rows:
-                    found.append((grads, secondary, rows))
-                    of_grads.setdefault(grads, []).append(secondary)
+                    found.setdefault(plan.grads, []).append((plan, rows))
                 if len(rows) == complete:
                     break
-        priced = {grads: self._priced((params, grads, optimizer), each, batches) for grads, each in of_grads.items()}
-        for grads, secondary, rows in found:
-            codecs, complexity, bounds = priced[grads]
-            fitting = [batches[row] for row in rows]
-            more = (secondary is not None) + self.cut.complexity
-            extra = np.array([[batch.complexity + more] for batch in fitting])
-            place = of_grads[grads].index(secondary)
-            yield CandidateGroup(
-                self.cut,
-                (params, grads, optimizer),
-                secondary,
-                fitting,
-                codecs,
-                bounds[place, rows],
-                complexity + extra,
-            )
+        for each in found.values():
+            codecs, sent = self._traffic.choices([self._groups_of(plan) for plan, _ in each])
+            bounds = least_seconds(self._computation(batches, each[0][0]), sent)
+            bounds = bounds.reshape(len(each), len(batches), len(codecs))
+            turned = np.array([[len(WIRE) - choice.count("none") for choice in codecs]])
+            for place, (plan, rows) in enumerate(each):
+                fitting = [batches[row] for row in rows]
+                more = (plan.secondary is not None) + self.cut.complexity
+                extra = np.array([[batch.complexity + more] for batch in fitting])
+                yield CandidateGroup(plan, fitting, codecs, bounds[place, rows], turned + extra)
 
-    def _hopeless(self, chain: Chain, batches: Sequence[BatchChoice], limit: float) -> bool:
+    def _hopeless(self, plan: Plan, batches: Sequence[BatchChoice], limit: float) -> bool:
         """Whether plans with these factors take longer than the limit even if a secondary shard spares them all gathers
         of the backward."""
         if limit == math.inf:
             return False
-        groups = self._groups_of(chain, None)
-        _, sent = self._traffic.choices(groups, [GroupShape(1, 1)])
-        return bool(least_seconds(self._computation(batches, chain), sent).min() > limit)
+        _, sent = self._traffic.choices([self._groups_of(plan)._replace(secondary=GroupShape(1, 1))])
+        return bool(least_seconds(self._computation(batches, plan), sent).min() > limit)
 
-    def _priced(
-        self, chain: Chain, closer: Sequence[Factor | None], batches: Sequence[BatchChoice]
-    ) -> tuple[Sequence[tuple[str, ...]], npt.NDArray[np.int64], Array]:
-        """Choices of codecs, their numbers of knobs, ``(1, codecs)``, and bounds of the steps, ``(secondaries, batches,
-        codecs)``."""
-        groups = self._groups_of(chain, None)
-        secondaries = [self._groups_of(chain, secondary).secondary for secondary in closer]
-        codecs, sent = self._traffic.choices(groups, secondaries)
-        complexity = np.array([[4 - choice.count("none") for choice in codecs]])
-        bounds = least_seconds(self._computation(batches, chain), sent)
-        return codecs, complexity, bounds.reshape(len(closer), len(batches), len(codecs))
+    def _groups_of(self, plan: Plan) -> ProcessGroups:
+        return ProcessGroups.of(plan, strided=bool(self.job.cluster.links.spine or self.job.cluster.groups))
 
-    def _groups_of(self, chain: Chain, secondary: Factor | None) -> ProcessGroups:
-        strided = bool(self.job.cluster.links.spine or self.job.cluster.groups)
-        return ProcessGroups.of(self.mesh, *chain, secondary, strided=strided)
-
-    def _computation(self, batches: Sequence[BatchChoice], chain: Chain) -> Computation:
+    def _computation(self, batches: Sequence[BatchChoice], plan: Plan) -> Computation:
         """Seconds of computation of these batches."""
-        job, (params, _, optimizer) = self.job, chain
-        before = self._units.before_reductions(params.ranks, self.bucket_bytes)
+        job = self.job
+        before = self._units.before_reductions(plan.params.ranks, self.bucket_bytes)
 
         def column(seconds: Iterable[float]) -> Array:
             return np.array([[[[each]]] for each in seconds], dtype=np.float64)
@@ -274,7 +228,7 @@ class Candidates:
             backward=column(batch.backward for batch in batches),
             before=column(sum(batch.parts[kind][1] for kind in before) for batch in batches),
             bubble=column(batch.bubble for batch in batches),
-            update=job.rates.update(self._parameters // optimizer.ranks),
+            update=job.rates.update(self._parameters // plan.optimizer.ranks),
             step=job.rates.handling.step,
             control=self._control,
             clip=job.clip,
@@ -287,39 +241,17 @@ class Candidates:
         exchanged = (self._units.control, NORM_BYTES) if self.job.clip else (self._units.control,)
         return 0.0 if self.mesh.ranks == 1 else sum(self._pricer.control(self.mesh, nbytes) for nbytes in exchanged)
 
-    def plan(self, candidate: Candidate) -> Plan:
-        """The full plan of a candidate."""
-        params, grads, optimizer = candidate.chain
-        return self._base.with_(
-            params=params,
-            grads=grads,
-            optimizer=optimizer,
-            secondary=candidate.secondary,
-            micro_batch=candidate.micro_batch,
-            micro_batches=self.job.sequences(self.mesh) // candidate.micro_batch,
-            recompute=candidate.recompute,
-            wire={name: codec for name, codec in zip(WIRE, candidate.codecs, strict=True) if codec != "none"},
-        )
-
-    def smallest(self, most: float = math.inf) -> tuple[int, Candidate] | None:
+    def smallest(self, most: float = math.inf) -> tuple[int, Plan] | None:
         """The bytes of the plan that needs the least memory, and the plan; among several, the one with the least
         sharding. ``None`` if every plan needs more than ``most``."""
         batch = min(self.batches.sizes, key=lambda batch: max(batch.working))
-        chains = [
-            (params, optimizer, optimizer)
-            for params, optimizer in chain_ends(self.mesh)
-            if self.cut.pp == 1 or params.ranks == 1
-        ]
-        least, best = most, None
-        for chain in reversed(chains):  # the most sharded first, which leaves little to try
-            if self.states.needed(chain, None, batch, states_alone=True) <= least:
-                needed = self.states.needed(chain, None, batch)
-                least, best = (needed, chain) if needed <= least else (least, best)
-        if best is None:
-            return None
-        codecs = ("none",) * len(WIRE)
-        size, recompute = batch.plan.micro_batch, batch.plan.recompute
-        return int(least), Candidate(0.0, self.cut, best, None, codecs, size, recompute)
+        best: tuple[int, Plan] | None = None
+        for params, optimizer in reversed([*self._ends()]):  # the most sharded first, which leaves little to try
+            plan = batch.plan.trusted(params=params, grads=optimizer, optimizer=optimizer)
+            if self.states.needed(plan, batch.working, states_alone=True) <= most:
+                needed = self.states.needed(plan, batch.working)
+                most, best = (needed, (needed, plan)) if needed <= most else (most, best)
+        return best
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

@@ -11,7 +11,7 @@ from functools import cache
 
 import numpy as np
 
-from thinwire.cost import Busy, GroupShape, Pricer, ProcessGroups
+from thinwire.cost import Busy, Pricer, ProcessGroups
 from thinwire.plan.space.bounds import Array, Communication, seconds_of
 from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 from thinwire.program import control_bytes, default_trace
@@ -20,8 +20,8 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import encodable_dtypes
 
-WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
-"""Fields of ``wire`` in the order in which candidates name their codecs."""
+WIRE = ("gather", "reduce_intra", "reduce_inter", "spread")
+"""Fields of ``wire`` in the order of choices of codecs."""
 
 
 def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
@@ -120,8 +120,8 @@ class TrafficSeconds:
     def __init__(self, job: TrainingJob, pricer: Pricer, units: UnitSizes, bucket_bytes: int) -> None:
         self._pricer, self._units, self._bucket_bytes = pricer, units, bucket_bytes
         self._level = codec_choices(job)
-        self._buckets: dict[int, Mapping[int, int]] = {}
-        self._apart: dict[ProcessGroups, Communication] = {}
+        self._buckets = cache(self._buckets_of)
+        self._apart = cache(self._communication)
 
     def count(self, groups: ProcessGroups) -> int:
         """Number of choices of codecs."""
@@ -136,38 +136,33 @@ class TrafficSeconds:
             any(mesh.nodes > 1 for mesh in reductions),
             groups.shard is not None,
         )
-        return [self._level[name] if needed else ("none",) for name, needed in zip(WIRE[:4], used, strict=True)]
+        return [self._level[name] if needed else ("none",) for name, needed in zip(WIRE, used, strict=True)]
 
-    def choices(
-        self, groups: ProcessGroups, secondaries: Sequence[GroupShape | None]
-    ) -> tuple[list[tuple[str, ...]], Communication]:
-        """Every choice of codecs of gather, reduce_intra, reduce_inter and spread, and what all of them cost in the
-        groups of a plan, with each of some secondary shards, on which gathers of the backward depend."""
-        key = groups._replace(secondary=None, every_micro_batch=False)
-        gather, intra, inter, spread = levels = self._levels(groups)
-        if key not in self._apart:
-            self._apart[key] = self._communication(key, levels)
+    def choices(self, several: Sequence[ProcessGroups]) -> tuple[list[tuple[str, ...]], Communication]:
+        """Every choice of codecs of :data:`WIRE`, and what all of them cost in the groups of some plans, which differ
+        in the secondary shard only. Gathers of the backward depend on it."""
+        groups = several[0]
+        gather, intra, inter, spread = self._levels(groups)
         pricer, gathers = self._pricer, _codecs(gather)
         largest = max((kind.numel for kind in self._units.kinds if not kind.kept), default=0)
-        closer = [groups._replace(secondary=secondary) for secondary in secondaries]
         backward = [
-            _rows([self._all(pricer.gathered_again, each, codec, kept=False) for codec in gathers]) for each in closer
+            _rows([self._all(pricer.gathered_again, each, codec, kept=False) for codec in gathers]) for each in several
         ]
-        one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in closer]
+        one = [_rows([pricer.gathered_again(each, largest, codec) for codec in gathers]) for each in several]
         names: list[tuple[str, ...]] = [
             (of_gather, *pair, of_spread)
             for pair, of_gather, of_spread in itertools.product(itertools.product(intra, inter), gather, spread)
         ]
         return names, replace(
-            self._apart[key],
+            self._apart(groups._replace(secondary=None, every_micro_batch=False)),
             every=groups.every_micro_batch,
             backward=np.array(backward)[:, None, None, :, None],
             one_gather=np.array(one)[:, None, None, :, None],
         )
 
-    def _communication(self, groups: ProcessGroups, levels: Sequence[tuple[str, ...]]) -> Communication:
+    def _communication(self, groups: ProcessGroups) -> Communication:
         """The same as far as it depends neither on the secondary shard nor on when gradients are reduced."""
-        gathers, intras, inters, spreads = map(_codecs, levels)
+        gathers, intras, inters, spreads = map(_codecs, self._levels(groups))
         pricer = self._pricer
         reductions = (self._reductions(groups, *pair) for pair in itertools.product(intras, inters))
         scatter, shard, sync, largest, last = zip(*reductions, strict=True)
@@ -214,7 +209,7 @@ class TrafficSeconds:
         reduced."""
         pricer = self._pricer
         shards = groups.params.ranks if groups.params else 1
-        buckets = self._units_of(shards)
+        buckets = self._buckets(shards)
         shard, sync = Busy(), Busy()
         for numel, count in buckets.items():
             shard = shard.plus(pricer.sharded(groups, numel, intra, inter), count)
@@ -227,14 +222,12 @@ class TrafficSeconds:
         largest_bucket = pricer.sharded(groups, max(buckets), intra, inter)
         return self._all(pricer.scattered, groups, intra, inter), shard, sync, one.plus(largest_bucket), last
 
-    def _units_of(self, shards: int) -> Mapping[int, int]:
+    def _buckets_of(self, shards: int) -> Mapping[int, int]:
         """Number of buckets by elements; the last bucket comes last."""
-        if shards not in self._buckets:
-            *others, last = self._units.buckets(shards, self._bucket_bytes)
-            counts = Counter(others)
-            counts[last] = counts.pop(last, 0) + 1
-            self._buckets[shards] = counts
-        return self._buckets[shards]
+        *others, last = self._units.buckets(shards, self._bucket_bytes)
+        counts = Counter(others)
+        counts[last] = counts.pop(last, 0) + 1
+        return counts
 
 
 def _rows(busy: Sequence[Busy]) -> Array:

@@ -218,7 +218,8 @@ class ClusterSpec(Machines):
                 f"{what} should name each of its nodes once, and its length should divide the {self.nodes} nodes",
             )
         nodes = [start + node for start in range(0, self.nodes, size) for node in order]
-        leaves = None if self.leaves is None else tuple(self.leaf_of_nodes[node] for node in nodes)
+        leaf_of_nodes = self.leaf_of_nodes
+        leaves = None if self.leaves is None else tuple(leaf_of_nodes[node] for node in nodes)
         # Neighbours that were of one group stay in one: a step is played once for each group.
         runs = groupby(self.group_of_nodes[node] for node in nodes) if self.groups else ()
         groups = tuple(self.groups[number].with_(nodes=len(list(run))) for number, run in runs)

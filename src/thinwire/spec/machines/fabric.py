@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from thinwire.spec.machines.cluster import ClusterSpec
 
@@ -48,7 +49,7 @@ class Fabric:
         self._latency, self._leaf_latency = links.nic.latency, links.leaf.latency if links.leaf else 0.0
         self._spine, self._zone = links.spine, links.zone
         self._one_leaf = len(set(self._leaves)) == 1
-        self._routes: dict[tuple[int, int, bool], Route] = {}
+        self._cached = cache(self._route)
         self._unlike = _UnlikeNodes(cluster, group) if cluster.groups else None
 
     def route(self, nodes: int, stride: int = 1, *, exchange: bool = False) -> Route:
@@ -59,11 +60,7 @@ class Fabric:
             stride: Distance in nodes from one member to the next.
             exchange: Whether each member sends to every other one; otherwise to the next one in a ring.
         """
-        key = nodes, stride, exchange
-        route = self._routes.get(key)
-        if route is None:
-            route = self._routes[key] = self._route(*key)
-        return route
+        return self._cached(nodes, stride, exchange)
 
     def _route(self, nodes: int, stride: int, exchange: bool) -> Route:
         crossing = 0.0 if self._one_leaf else crossing_share(self._leaves, nodes, stride, exchange=exchange)

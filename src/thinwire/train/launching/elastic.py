@@ -10,9 +10,9 @@ import itertools
 import math
 from typing import NamedTuple
 
+from thinwire.spec.cut import keeps_busy
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
-from thinwire.spec.plan_parts.pipeline import keeps_busy
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
