@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.lanes.lanes import HomeStream
+from thinwire.sharding.lanes.streams import HomeStream
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt

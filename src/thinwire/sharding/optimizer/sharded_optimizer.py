@@ -298,7 +298,7 @@ class ShardedOptimizer(ShareOptimizer):
         lanes, exchanges = runtime.lanes, runtime.exchanges
         self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads(settle=False)
-        began = lanes.recorder.mark()
+        began = lanes.recorder.mark() if lanes.recorder.timeline is not None else None
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
         arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes.workers import Mark
+from thinwire.sharding.lanes.streams import Mark
 from thinwire.sharding.params.param_group import State, Unit, start_gathers
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.schedule import Schedule

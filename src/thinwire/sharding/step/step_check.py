@@ -16,7 +16,7 @@ from thinwire.collectives.all_gather import gather_rows
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes.lanes import read_later
+from thinwire.sharding.lanes.streams import read_later
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
