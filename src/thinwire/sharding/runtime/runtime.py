@@ -35,7 +35,6 @@ from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.edited_parameters import Written
 from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients
@@ -390,12 +389,10 @@ class Runtime:
     def full_parameters(self, *, write: bool) -> Iterator[None]:
         """See :func:`thinwire.full_parameters`."""
         self.holds.gather_all()
-        written = None if self.shares is None else Written(self.sharded, self.shares)
+        carrying = contextlib.nullcontext() if self.parameters is None else self.parameters.carrying_writes(keep=write)
         try:
-            with self.schedule.aside():
+            with carrying, self.schedule.aside():
                 yield
-            if written is not None:
-                written.carry_over(keep=write)
         finally:
             self.audit.excuse()
             self.holds.release_all()
