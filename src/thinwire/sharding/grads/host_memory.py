@@ -36,14 +36,7 @@ class _Visit(enum.Enum):
 
 @final
 class HostAccumulator(Accumulator):
-    """A buffer of the host.
-
-    Args:
-        memory: 1-D tensor of the host.
-        device: Device of the model.
-        lanes: Lanes of the model.
-        load: Description of the data, for timelines.
-    """
+    """A buffer of the host, 1-D, whose values visit the device."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device, lanes: Lanes, load: Load) -> None:
         self.memory, self.device = memory, device
@@ -90,11 +83,7 @@ class HostAccumulator(Accumulator):
             self._tickets.append(self._lanes.submit(HostLane.UP, self._copy_up, load=self._load))
 
     def go_down(self, after: Sequence[Ticket]) -> None:
-        """Let the values go down, if they are on the device.
-
-        Args:
-            after: Tickets of the reductions that read or write them.
-        """
+        """Let the values go down, if they are on the device, once the reductions have ended that use them."""
         if self._visit not in (_Visit.COMING, _Visit.HERE):
             return
         after = [*self._tickets, *after]
@@ -136,12 +125,7 @@ class Slot:
 
 @final
 class Ring:
-    """Slots that batches use in turn.
-
-    Args:
-        count: Number of slots.
-        allocate: Makes memory of so many bytes.
-    """
+    """Slots that batches use in turn; ``allocate`` makes memory of so many bytes."""
 
     def __init__(self, count: int, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -153,12 +137,7 @@ class Ring:
         return self._slots[-1]
 
     def make_room(self, nbytes: int, settle: Callable[[], None]) -> None:
-        """Make the slots large enough for any batch.
-
-        Args:
-            nbytes: Bytes of the largest batch.
-            settle: Waits until nothing uses the old slots.
-        """
+        """Make the slots large enough for the largest batch; ``settle`` waits until nothing uses the old ones."""
         if self._slots[0].memory.nbytes < nbytes:
             settle()
             for slot in self._slots:

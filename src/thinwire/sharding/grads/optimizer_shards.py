@@ -47,14 +47,8 @@ class OwnedFragment:
 
 
 def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
-    """The fragments of a trained buffer in a rank's share, with views of their master values and gradients.
-
-    Args:
-        buffer: The buffer.
-        part: Its gradient.
-        shard: Index of the P shard that the rank holds.
-        share: Index of the share of this shard that the rank updates.
-    """
+    """The fragments of a trained buffer, with its gradient ``part``, in a rank's ``share`` of its P ``shard``, with
+    views of their master values and gradients."""
     owned, position = [], 0
     for run in buffer.shares[share]:
         for fragment in buffer.layout.fragments(shard, [run]):

@@ -39,13 +39,8 @@ class InnerOptimizer:
         self._hold(shown)
 
     def take(self, number: int, fragments: Sequence[OwnedFragment], shown: Sequence[Any]) -> None:
-        """Take further fragments.
-
-        Args:
-            number: Number of their group.
-            fragments: The fragments.
-            shown: What the group holds outside of :meth:`over_fragments`.
-        """
+        """Take further fragments into the group of a number, which holds ``shown`` outside of
+        :meth:`over_fragments`."""
         self._pieces[number].extend(owned.value for owned in fragments)
         self._shown[number].extend(shown)
         self.fragments += tuple(fragments)
@@ -99,13 +94,8 @@ class Unreadable(list[Any]):
 def over_groups(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], **changed: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class over other groups. What wraps the step of the first one does not wrap its own.
-
-    Args:
-        optimizer: The first one, with which it shares everything else.
-        groups: Its groups.
-        **changed: Attributes that it does not share.
-    """
+    """An optimizer of the same class over other groups, which shares everything else but the ``changed`` attributes.
+    What wraps the step of the first one does not wrap its own."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     shared = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(made).update({**shared, "param_groups": groups, **changed})

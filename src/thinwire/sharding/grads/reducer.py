@@ -124,12 +124,7 @@ class Reducer:
     # -- a backward, from begin to end -------------------------------------------------------------------------
 
     def begin(self, turns: Turns, *, last: bool) -> None:
-        """Begin a backward.
-
-        Args:
-            turns: Turns of the backward, in the same order on every rank.
-            last: Whether the backward belongs to the step's last micro-batch.
-        """
+        """Begin a backward with its turns, in the same order on every rank; ``last`` is that of the step."""
         # Of most units it has ended, as the forward has read their parameters; but gradients of others become zero.
         self._join_updates()
         if self._last:
@@ -201,12 +196,9 @@ class Reducer:
         self._reduced.clear()
 
     def abort(self) -> frozenset[int]:
-        """Drop the gradients that a failed backward has collected, once reductions in flight have finished.
-
-        Returns:
-            Units that were complete in it. What earlier backwards have left for them is lost as well: the next one
-            would add to the sum of both.
-        """
+        """Drop the gradients that a failed backward has collected, once reductions in flight have finished; returns the
+        units that were complete in it. What earlier backwards have left for them is lost as well: the next one would
+        add to the sum of both."""
         self._pending.clear()
         self._ready.clear()
         self.reductions.drop_sources()
@@ -248,10 +240,10 @@ class Reducer:
         self._updates |= dict.fromkeys(units, ticket)
 
     def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
-        """Wait for the gradients of units, one reduction after another.
+        """Wait for the gradients of units, in the order in which they arrive, one reduction after another.
 
         Args:
-            order: Numbers of the units in the order in which their gradients arrive.
+            order: Numbers of the units.
             apart: Whether to yield every unit by itself.
 
         Yields:
@@ -342,16 +334,8 @@ def _complete(parts: Sequence[UnitGradient]) -> bool:
 
 
 def reduction_turns(program: StepProgram, micro_batch: int, order: Sequence[int]) -> Mapping[int, ReductionTurn]:
-    """Cut the reductions of one micro-batch into turns.
-
-    Args:
-        program: Program of a step.
-        micro_batch: Number of the micro-batch.
-        order: Trainable units, in reduction order.
-
-    Returns:
-        The turn of each of these units, in reduction order.
-    """
+    """Cut the reductions of one micro-batch of a step's program into turns of its trainable units, which are given and
+    returned in reduction order."""
     reductions = [op for op in program.operations if op.lane in _REDUCTIONS]
     position = {op.index: number for number, op in enumerate(reductions)}
     mine = [op for op in reductions if op.start.micro_batch == micro_batch]

@@ -73,7 +73,6 @@ class ReductionConfig:
         )
         self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
         self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
-        self.accumulate_dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)
         self.mean = plan.grad_reduce == "mean"
 
     def scale(self, size: int) -> float:
@@ -109,16 +108,8 @@ class _Copies:
             self.whole, self._grads = [grads[index] for index in range(len(grads))], {}
 
     def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> bool:
-        """Copy the gradients to their places in a buffer, or add them to what is there.
-
-        Args:
-            target: The buffer.
-            add: Whether to add.
-            stays: Whether the next gradients go to the same buffer.
-
-        Returns:
-            Whether the whole buffer has its values now, the zeros of its padding included.
-        """
+        """Copy the gradients to their places in a buffer, or add them to what is there; ``stays`` says that the next
+        ones go to the same buffer. Returns whether the whole buffer has its values now, its padding included."""
         grads, whole = self._grads, self.whole
         self._grads, self.whole = {}, []
         if whole:
@@ -189,7 +180,6 @@ class UnitGradient:
     """The gradient of one of a unit's trainable buffers.
 
     Args:
-        unit: Number of the unit.
         name: Name of the unit, for timelines.
         first_slot: Number of parameters in the unit's earlier buffers.
         layout: Layout of the buffer.
@@ -261,13 +251,7 @@ class UnitGradient:
         return len(self.seen) == len(self.layout.slots)
 
     def collect_all(self, grads: Sequence[torch.Tensor], *, last: bool, late: bool) -> None:
-        """Take the gradients of all parameters; see :meth:`collect`.
-
-        Args:
-            grads: Gradients of the whole unit's trained parameters, in order.
-            last: See there.
-            late: See there.
-        """
+        """Take the gradients of all parameters, out of those of the whole unit's, in order; see :meth:`collect`."""
         if self._copies is None or self.seen:
             for index, slot in enumerate(self._slots):
                 self.collect(index, grads[slot], last=last, late=late)
@@ -277,11 +261,11 @@ class UnitGradient:
         self.seen.update(range(len(self._slots)))
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
-        """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
+        """Take the gradient of parameter ``index``, in the parameter's shape; the caller then drops autograd's tensor.
 
         Args:
             index: Slot of the parameter.
-            grad: Gradient, in the parameter's shape.
+            grad: Its gradient.
             last: Whether this is the step's last micro-batch.
             late: Whether the unit's turn in this backward is over.
         """
@@ -303,11 +287,8 @@ class UnitGradient:
         seen.add(index)
 
     def finish(self, *, last: bool, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Close the micro-batch: parameters without a gradient count as zero.
-
-        Args:
-            last: Whether this is the step's last micro-batch.
-            grads: Gradients of all parameters, in order, of which none has been collected, if they wait for each other.
+        """Close the micro-batch, which may be the step's last: parameters without a gradient count as zero. ``grads``
+        are those of all parameters, in order, of which none has been collected, if they wait for each other.
 
         Returns:
             The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
@@ -359,13 +340,8 @@ class UnitGradient:
         self.unsynced = self.synchronised = False
 
     def forget(self, index: int, owned: slice, shard: slice) -> None:
-        """Forget the gradient of parameter ``index`` (``parameter.grad = None``).
-
-        Args:
-            index: slot of the parameter.
-            owned: its elements in ``owned``.
-            shard: its elements in this rank's P shard.
-        """
+        """Forget the gradient of parameter ``index`` (``parameter.grad = None``), which has these elements of
+        ``owned`` and of this rank's P shard."""
         self._forgotten.add(index)
         if len(self._forgotten) == len(self.layout.slots):
             self.reset()
@@ -376,13 +352,8 @@ class UnitGradient:
             self.local.kept[shard].zero_()
 
     def add(self, index: int, owned: slice, values: torch.Tensor) -> None:
-        """Add to the gradient of parameter ``index`` that ranks have combined; the caller has waited for it.
-
-        Args:
-            index: slot of the parameter.
-            owned: elements of ``owned``.
-            values: what to add to them, 1-D.
-        """
+        """Add values, 1-D, to the gradient of parameter ``index`` that ranks have combined, in these elements of
+        ``owned``; the caller has waited for it."""
         self._forgotten.discard(index)
         kept, adds = self.owned.kept, not self.owned.empty
         self.owned.empty = False

@@ -62,9 +62,6 @@ class WeightMeans:
 def checked_counts(saved: object) -> tuple[int, int] | None:
     """The counts that a checkpoint holds; ``None`` if it holds no average.
 
-    Args:
-        saved: What a save has written, or what else is there.
-
     Raises:
         CheckpointError: They are no counts.
     """
