@@ -114,13 +114,8 @@ class Lanes:
         return ticket
 
     def compute_on_host(self, body: Body, *, after: Sequence[Ticket], load: Load) -> Ticket:
-        """Queue work of the host's processor, for a thread that runs beside the computing one.
-
-        Args:
-            body: The work.
-            after: Tickets of copies to the host that must end first.
-            load: Description of the data, for timelines.
-        """
+        """Queue work of the host's processor, for a thread that runs beside the computing one, once copies to the host
+        have ended."""
         key = HostLane.UPDATE, Stage.HOST_UPDATE
         worker = self._workers.get(key)
         if worker is None:

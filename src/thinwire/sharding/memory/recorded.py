@@ -76,11 +76,7 @@ class _Outside:
     version: int
 
     def value(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            UsageError: It has changed.
-        """
+        """The tensor, which may not have changed."""
         if self.tensor._version != self.version:
             raise UsageError(
                 f"a tensor of shape {list(self.tensor.shape)}, of which parameters were made, was changed later; make "

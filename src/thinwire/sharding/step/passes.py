@@ -274,7 +274,7 @@ class Passes:
                 start_gathers(self._units, batches)
             unit.need(from_secondary=reuse)
         else:
-            self._schedule.note_forward(moment)
+            self._schedule.forward_event(moment)
             unit.join_spread()
         state.began[index] = self._lanes.recorder.mark() if self._lanes.recorder.timeline is not None else None
 
@@ -316,9 +316,6 @@ class Passes:
         if (began := state.began[index]) is not None:
             self._lanes.recorder.computed(f"forward {unit.name}", began)
             state.began[index] = None
-        if not self._is_sharded:
-            self._schedule.note_forward(moment)
-            return
         self._schedule.forward_event(moment)
         if not unit.sharded:
             return
