@@ -29,8 +29,7 @@ from thinwire.sharding.grads.host_memory import (
     master_of,
     room,
 )
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit

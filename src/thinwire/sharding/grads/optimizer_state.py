@@ -11,7 +11,7 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 
 
 class InnerOptimizer:

@@ -1,4 +1,5 @@
-"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads.
+"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads, in fragments of
+parameters: shares of P shards, cut where parameters end.
 
 There are three buffers, each allocated only if the plan needs it:
 
@@ -18,14 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_shape
-from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
+from thinwire.sharding.memory.layout import FlatLayout, Fragment, Run, Slot
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.spec import Plan
 
 _CONVERTED: Final = 1 << 20
@@ -396,3 +400,58 @@ def _zero_missing(buffer: torch.Tensor, layout: FlatLayout, present: Collection[
             buffer[slot.offset : slot.offset + slot.numel].zero_()
     for gap in layout.gaps:
         buffer[gap].zero_()
+
+
+# -- what a rank updates ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """A fragment that this rank updates.
+
+    Attributes:
+        unit: Index of the fragment's unit.
+        slot: Index of the fragment's parameter within the unit.
+        fragment: Position of the fragment in the parameter and in the share.
+        value: Master values that the optimizer updates, fp32; in the parameter's shape if the fragment is the whole
+            parameter, otherwise 1-D.
+        held: The same elements of the P shard, which ranks compute with; 1-D, in the compute dtype.
+        grad: Gradient of the fragment in the plan's ``accumulate_dtype``, with the shape of ``value``.
+        source: Gradient of the unit's buffer that ``grad`` is a part of.
+        begin: First element in the share of that buffer.
+    """
+
+    unit: int
+    slot: int
+    fragment: Fragment
+    value: nn.Parameter
+    held: torch.Tensor
+    grad: torch.Tensor
+    source: UnitGradient
+    begin: int
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """The gradient, where the optimizer reads it."""
+        owned = self.source.owned
+        if owned.shown is None:
+            return self.grad
+        return owned.shown[self.begin : self.begin + self.grad.numel()].view(self.grad.shape)
+
+
+def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
+    """The fragments of a trained buffer, with its gradient ``part``, in a rank's ``share`` of its P ``shard``, with
+    views of their master values and gradients."""
+    owned, position = [], 0
+    for run in buffer.shares[share]:
+        for fragment in buffer.layout.fragments(shard, [run]):
+            begin, start = position + fragment.position, run.start + fragment.position
+            held = buffer.shard[start : start + fragment.length]
+            value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
+            grad = part.owned.memory[begin : begin + fragment.length]
+            if fragment.whole:
+                value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
+            slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
+            owned.append(OwnedFragment(part.unit, slot, fragment, nn.Parameter(value), held, grad, part, begin))
+        position += run.length
+    return owned

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.errors import CheckpointError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 
 
 class WeightMeans:

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.allocator import give_back_freed_memory
-from thinwire.sharding.memory.initial import Region
+from thinwire.sharding.memory.initial import Region, give_back_freed_memory
 
 _aten: Final = torch.ops.aten
 

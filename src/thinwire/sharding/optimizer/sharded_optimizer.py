@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.optimizer.share_update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of

@@ -17,8 +17,7 @@ from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, HostLane, Lane
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit

@@ -69,7 +69,7 @@ class UsedGradients:
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
         self._count([info.parameters for info in infos])
         self.mine = bytearray(sum(self._counts))
-        self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
+        self._before = bytearray(self.mine)  # the state before the current backward, in case the backward fails
         self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
         self.all_used = False
 
@@ -80,17 +80,13 @@ class UsedGradients:
 
     def extend(self, infos: Sequence[UnitInfo]) -> None:
         """Take further trainable parameters, which come last in their units and have no gradients."""
-        spans = list(zip(self._first_bit, self._counts, strict=True))
+        ends = [first + count for first, count in zip(self._first_bit, self._counts, strict=True)]
+        added = [info.parameters - count for info, count in zip(infos, self._counts, strict=True)]
+        for end, new in reversed(list(zip(ends, added, strict=True))):
+            for flags in (self.mine, self._before, *(() if self._anywhere is None else (self._anywhere,))):
+                flags[end:end] = [False] * new
         self._count([info.parameters for info in infos])
-        added = [count - before for count, (_, before) in zip(self._counts, spans, strict=True)]
-
-        def extended(flags: Sequence[int]) -> list[int]:
-            of_units = zip(spans, added, strict=True)
-            return [flag for (first, count), new in of_units for flag in (*flags[first : first + count], *[0] * new)]
-
-        self.mine, self._before = bytearray(extended(self.mine)), bytes(extended(self._before))
-        if self._anywhere is not None:
-            self.learn([bool(flag) for flag in extended(self._anywhere)])
+        self.all_used = self._anywhere is not None and all(self._anywhere)
 
     def note(self, unit: int, slot: int) -> None:
         """Record that this rank has a gradient for a parameter."""
@@ -103,7 +99,7 @@ class UsedGradients:
 
     def begin_backward(self) -> None:
         """Begin a backward, which adds gradients."""
-        self._before = bytes(self.mine)
+        self._before = bytearray(self.mine)
         self._anywhere, self.all_used = None, False
 
     def undo_backward(self, lost: Collection[int]) -> None:
