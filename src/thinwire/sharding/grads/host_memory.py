@@ -112,12 +112,7 @@ class HostAccumulator(Accumulator):
 
 @dataclass
 class Slot:
-    """Memory that a batch of units passes through.
-
-    Attributes:
-        memory: Bytes.
-        users: Tickets of what reads or writes it.
-    """
+    """Memory of bytes that a batch of units passes through, and tickets of what reads or writes it."""
 
     memory: torch.Tensor
     users: Sequence[Ticket] = ()

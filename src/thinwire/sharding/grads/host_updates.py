@@ -31,10 +31,7 @@ class _Batch(Ticket):
     """Units that are updated together, as a ticket of their results: who waits for them takes them up.
 
     Attributes:
-        updates: All updates.
-        units: Numbers of the units.
         gradients: Their gradients that there were when the update was asked for.
-        steps: The steps of the update.
         updated: Ticket of the update; ``None`` before their gradients go down.
     """
 

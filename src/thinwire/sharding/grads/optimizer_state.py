@@ -18,13 +18,9 @@ class InnerOptimizer:
     """One of torch's optimizers, or of others with its interface, over the pieces of parameters that a rank updates.
 
     Its groups hold the parameters themselves, for whoever reads them: clipping, norms, counts. They hold the pieces
-    inside :meth:`over_fragments` only, where the optimizer works.
-
-    Args:
-        optimizer: The optimizer, made over the fragments.
-        fragments: All fragments that this rank updates.
-        shown: For each group, what it holds outside of :meth:`over_fragments`.
-        host: What lives on the host of its states; ``None`` if all live on the device.
+    inside :meth:`over_fragments` only, where the optimizer works; it was made over all fragments that this rank
+    updates. Outside, each group holds what is ``shown``. ``host`` is what lives on the host of its states; ``None`` if
+    all live on the device.
     """
 
     def __init__(

@@ -60,20 +60,14 @@ class Turns:
 
 @dataclass
 class _UnderWay:
-    """A reduction that has started.
-
-    Attributes:
-        ticket: Ticket of the reduction.
-        units: Units whose gradients the reduction carries.
-        waited: Whether computation has waited for the reduction.
-    """
+    """A reduction that has started, with the units whose gradients it carries; ``waited`` once computation has."""
 
     ticket: Ticket
     units: tuple[int, ...]
     waited: bool = False
 
     def wait(self) -> None:
-        """Let computation wait for the reduction, unless it has done so before."""
+        """Let computation wait for it, unless it has done so before."""
         if not self.waited:
             self.waited = True
             self.ticket.wait()
@@ -82,14 +76,10 @@ class _UnderWay:
 class Reducer:
     """Reduces the gradients of all units.
 
-    Args:
-        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
-        reductions: Builds the collectives.
-        lanes: Lanes that the collectives run on.
-        on_host: Whether gradients live on the host.
-
     Attributes:
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
         parts: Gradients of all units.
+        reductions: Builds the collectives.
         feedback: The rounding errors of this rank's messages.
         on_host: Whether gradients live on the host.
     """
@@ -240,15 +230,9 @@ class Reducer:
         self._updates |= dict.fromkeys(units, ticket)
 
     def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
-        """Wait for the gradients of units, in the order in which they arrive, one reduction after another.
-
-        Args:
-            order: Numbers of the units.
-            apart: Whether to yield every unit by itself.
-
-        Yields:
-            Units whose gradients have arrived together. The first are those that computation has waited for before.
-        """
+        """Wait for the gradients of units, in the order in which they arrive, one reduction after another. Yields units
+        whose gradients have arrived together, or every unit ``apart``. The first are those that computation has waited
+        for before."""
         last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
         groups = {unit: (last.get(unit), unit if apart else None) for unit in order}
         for _, units in itertools.groupby(groups, groups.__getitem__):

@@ -44,12 +44,8 @@ class _Way:
 
 @dataclass(slots=True)
 class _Vector:
-    """A bucket's sums between a reduce-scatter and an all-reduce.
-
-    Attributes:
-        values: 1-D tensor in wire dtype, padded for the replicas.
-        left: Number of chunks that have not gone on yet.
-    """
+    """A bucket's sums between a reduce-scatter and an all-reduce, 1-D in wire dtype and padded for the replicas, of
+    which so many chunks are left that have not gone on yet."""
 
     values: torch.Tensor
     left: int

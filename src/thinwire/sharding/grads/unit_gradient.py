@@ -183,16 +183,10 @@ def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
 class UnitGradient:
     """The gradient of one of a unit's trainable buffers.
 
-    Args:
-        name: Name of the unit, for timelines.
+    Attributes:
         first_slot: Number of parameters in the unit's earlier buffers.
-        layout: Layout of the buffer.
         shares: Shares of this rank's P shard, by optimizer rank.
         owned: Buffer for the gradient of this rank's share, in the plan's ``accumulate_dtype``.
-        make_local: Makes ``local``.
-        topology: Sizes of the axes.
-
-    Attributes:
         seen: Slots whose parameters have delivered their gradients since the last reduction.
     """
 
@@ -266,13 +260,7 @@ class UnitGradient:
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
         """Take the gradient of parameter ``index``, in the parameter's shape; the caller then drops autograd's tensor.
-
-        Args:
-            index: Slot of the parameter.
-            grad: Its gradient.
-            last: Whether this is the step's last micro-batch.
-            late: Whether the unit's turn in this backward is over.
-        """
+        ``last`` is the step's last micro-batch; ``late``, that the unit's turn in this backward is over."""
         seen = self.seen
         if not seen:
             self._begin(last=last, late=late)

@@ -63,11 +63,8 @@ UNNAMED = Load("", Axis.WORLD)
 
 
 class Lanes:
-    """The lanes of one model.
-
-    Args:
-        device: Device of the model's tensors; CUDA uses streams, the CPU uses threads.
-        stages: Whether stages of different collectives of a lane run at the same time.
+    """The lanes of one model, whose tensors are on a device; ``stages`` says whether stages of different collectives of
+    a lane run at the same time.
 
     Attributes:
         home: The stream that the memory of units and gradients belongs to.
@@ -94,14 +91,8 @@ class Lanes:
         after: Sequence[Ticket] = (),
         load: Load = UNNAMED,
     ) -> Ticket:
-        """Queue a collective.
-
-        Args:
-            lane: Lane of the collective; moves of one stage of a lane run one after another.
-            work: The moves, at least one, or a single body for the whole collective. They must not allocate memory that
-                outlives them.
-            after: Tickets that must finish first.
-            load: Description of the data, for timelines.
+        """Queue a collective: its moves, at least one, or a single body for all of it, once the tickets ``after`` have
+        finished. They must not allocate memory that outlives them. Moves of one stage of a lane run one after another.
         """
         moves = work if isinstance(work, Moves) else Moves([Move(Stage.SCATTER_INSIDE, work)])
         ready = (*after, self._newest[lane]) if not self._stages and lane in self._newest else tuple(after)

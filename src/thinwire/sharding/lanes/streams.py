@@ -256,13 +256,7 @@ class HomeStream:
     units and gradients belongs.
 
     A model may run some of its modules on streams of its own, and autograd runs their backward there. The runtime does
-    its work at home, whatever stream calls it.
-
-    Args:
-        streams: Streams of the device; ``None`` if it has none.
-
-    Attributes:
-        exists: Whether the device has streams.
+    its work at home, whatever stream calls it. It ``exists`` if the device has streams.
     """
 
     def __init__(self, streams: Streams | None) -> None:

@@ -86,12 +86,9 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation to run again.
+    """An operation to run again: among its arguments, recorded tensors are places.
 
     Attributes:
-        function: The operator.
-        args: Its arguments; recorded tensors are places.
-        kwargs: Its keyword arguments, likewise.
         outputs: Places of the tensors that it returns.
         state: State of the generator before it; ``None`` if it draws no random numbers.
     """
@@ -132,12 +129,8 @@ class _Operation:
 
 @dataclass(eq=False)
 class _Group:
-    """Storages whose values depend on each other, which are made again together.
-
-    Attributes:
-        operations: What made them, in order.
-        addresses: Those of the storages.
-    """
+    """Storages, by their addresses, whose values depend on each other: they are made again together, by the operations
+    that made them, in order."""
 
     operations: list[_Operation]
     addresses: list[int]

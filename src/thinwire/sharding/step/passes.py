@@ -99,11 +99,8 @@ class Delivery(Protocol):
 
 
 class Passes:
-    """The passes of one model.
-
-    Args:
-        before_computing: Called before parameters are used for computation.
-        after_last: Called after a step's last backward.
+    """The passes of one model. ``before_computing`` is called before parameters are used for computation, and
+    ``after_last`` after a step's last backward.
 
     Attributes:
         root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the

@@ -291,7 +291,7 @@ class Schedule:
         if len(self.forward) + len(self._unrecorded) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs, or could, and never run backward
         if len(self.order.events) >= MOST_EVENTS:
-            self.order.go_on(self.order.value, [])  # a hash instead of a long list
+            self.order.prefix, self.order.events = self.order.value, []  # a hash instead of a long list
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order.go_on(0, [])
+        self.order.prefix, self.order.events = 0, []
         self.backwards = 0
 
     @contextlib.contextmanager
@@ -393,13 +393,13 @@ class Schedule:
         """Forget the forwards in this block that have no backward there. Ranks may run different ones."""
         before = self.backwards, self.micro_batch
         forward, unrecorded = list(self.forward), list(self._unrecorded)
-        order, deviated = self.order.saved(), self._deviated
+        order, deviated = (self.order.prefix, list(self.order.events)), self._deviated
         try:
             yield
         finally:
             if before == (self.backwards, self.micro_batch):
                 self.forward[:], self._unrecorded[:] = forward, unrecorded
-                self.order.go_on(*order)
+                self.order.prefix, self.order.events = order
                 self._deviated = deviated
 
     # -- what the program says ---------------------------------------------------------------------------------
@@ -436,28 +436,21 @@ class _OrderHash:
 
     Attributes:
         events: The newest events; whoever notes an event appends it.
+        prefix: Hash of earlier events of the step, which are not in the list any more; 0 for none.
     """
 
     def __init__(self) -> None:
         self.events: list[Moment] = []
-        self._prefix = 0  # hash of earlier events of the step, which are not in the list any more
+        self.prefix = 0
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
-
-    def saved(self) -> tuple[int, list[Moment]]:
-        """The hash of earlier events, and a copy of those since, for :meth:`go_on`."""
-        return self._prefix, list(self.events)
-
-    def go_on(self, prefix: int, events: list[Moment]) -> None:
-        """Go on from the hash of earlier events, 0 for none, and those since."""
-        self._prefix, self.events = prefix, events
 
     @property
     def value(self) -> int:
         """The hash of all events."""
         events, prefix, value = self._known
-        if prefix != self._prefix or events != self.events:
-            value = self._prefix
+        if prefix != self.prefix or events != self.events:
+            value = self.prefix
             for phase, unit in self.events:
                 value = (value * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK
-            self._known = list(self.events), self._prefix, value
+            self._known = list(self.events), self.prefix, value
         return value
