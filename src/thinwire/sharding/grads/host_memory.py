@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,8 @@ class HostAccumulator(Accumulator):
             return
         after = [*self._tickets, *after]
         if self._visit is _Visit.HERE and not self.empty:
-            after = [self._lanes.submit(HostLane.DOWN, self._copy_down, after=after, load=self._load)]
+            down = functools.partial(self._lanes.send, self._visiting, self.memory)
+            after = [self._lanes.submit(HostLane.DOWN, down, after=after, load=self._load)]
         self._visit, self._tickets = _Visit.LEAVING, list(after)
 
     def leave(self) -> None:
@@ -105,9 +107,6 @@ class HostAccumulator(Accumulator):
 
     def _copy_up(self) -> None:
         self._visiting.copy_(self.memory, non_blocking=True)
-
-    def _copy_down(self) -> None:
-        self._lanes.send(self._visiting, self.memory)
 
 
 @dataclass

@@ -114,7 +114,7 @@ class Reducer:
     # -- a backward, from begin to end -------------------------------------------------------------------------
 
     def begin(self, turns: Turns, *, last: bool) -> None:
-        """Begin a backward with its turns, in the same order on every rank; ``last`` is that of the step."""
+        """Begin a backward, which may be the step's last, with its turns, in the same order on every rank."""
         # Of most units it has ended, as the forward has read their parameters; but gradients of others become zero.
         self._join_updates()
         if self._last:

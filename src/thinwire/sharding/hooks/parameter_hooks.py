@@ -314,11 +314,6 @@ class Deliveries(Delivery):
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def settled(self) -> bool:
-        """Whether the unit has one hook only."""
-        return self._only is not None
-
     def has_left(self) -> bool:
         if self._only is None:
             return False
