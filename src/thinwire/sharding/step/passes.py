@@ -1,7 +1,6 @@
 """The passes of one model: turns the events that its hooks report into actions of units, reducer and schedule.
 
-A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``. The
-file is long because these events are read one after another.
+A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``.
 """
 
 from __future__ import annotations
@@ -60,13 +59,11 @@ class PassState:
 
     def __init__(self, num_units: int) -> None:
         self.inside = self.is_plain = self.records = False
+        self.had_backward = self.waits_for_backward = False
         self._opened: list[Unit] = []
-        self.present = Pass.IDLE
-        self.before = Pass.IDLE
+        self.present = self.before = Pass.IDLE
         self.at: Moment = (Phase.STEP, -1)
         self.began: list[Mark] = [None] * num_units
-        self.had_backward = False
-        self.waits_for_backward = False
 
     def enter(self, present: Pass) -> None:
         """Change the pass that the model is in."""
@@ -149,8 +146,7 @@ class Passes:
         self._taken: dict[int, list[torch.Tensor]] = {}
         self._taken_elements = 0
         self._sizes: dict[int, int] = {}
-        self.evaluates_from_secondary = False
-        self.may_be_unreported = False
+        self.evaluates_from_secondary = self.may_be_unreported = False
 
     def deliver_by(self, index: int, delivery: Delivery) -> None:
         """Let an object take the gradients of a unit, in the place of the one before."""
@@ -324,12 +320,11 @@ class Passes:
 
     def leave_root_unit(self, index: int) -> None:
         """Handle the end of a unit's forward, which may have failed. It ends the pass if the unit was called alone."""
-        if index != self.root_unit:
-            return
-        self._root_depth -= 1
-        if not self._root_depth:
-            self.root_unit = None
-            self.leave_forward()
+        if index == self.root_unit:
+            self._root_depth -= 1
+            if not self._root_depth:
+                self.root_unit = None
+                self.leave_forward()
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
         """Handle a backward that reaches a unit's outputs. ``will_leave``: whether the unit stays open until
@@ -368,8 +363,7 @@ class Passes:
 
     def gradients_ready(self, index: int) -> None:
         """Handle the last gradient of a unit."""
-        moment = self._grads_ready[index]
-        self.state.at = moment
+        moment = self.state.at = self._grads_ready[index]
         self._schedule.backward.append(moment)
         if (began := self.state.began[index]) is not None:
             self._lanes.recorder.computed(f"backward {self._units[index].name}", began)
@@ -378,8 +372,7 @@ class Passes:
         self._free_if_left(index)
 
     def expect_input_gradient(self, index: int) -> None:
-        """Handle the gradients of a unit's parameters that come before that of its input: the unit stays open until
-        :meth:`post_backward` or the end of the backward."""
+        """Handle the gradients of a unit's parameters that come before that of its input, which needs the unit."""
         self.begin()
         self._open_calls[index] += 1
 
