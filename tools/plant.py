@@ -49,8 +49,8 @@ VISITS: Final = {"visit"}
 _IDLE: Final = '__import__("contextlib").nullcontext(False)'
 
 EXTRA: Final = (
-    ("sharding/lanes/workers.py", "_StreamTicket.__init__", "_after = body, tuple(", "_after = nothing, tuple("),
-    ("sharding/lanes/workers.py", "_StreamTicket.__init__", "= body, tuple(after)", "= body, ()"),
+    ("sharding/lanes/streams.py", "_StreamTicket.__init__", "_after = body, tuple(", "_after = nothing, tuple("),
+    ("sharding/lanes/streams.py", "_StreamTicket.__init__", "= body, tuple(after)", "= body, ()"),
     ("intercept/queued.py", "QueuedWork.wait", "        if current == self._caller:\n", "        if True:\n"),
     ("intercept/queued.py", "StreamQueue.perform", "            self._flying.append((event, used))\n", ""),
 )
@@ -67,7 +67,7 @@ INTERCEPT: Final = (
 
 TESTS: Final = (
     ("sharding/islands/lighthouse.py", ("sharding/islands/test_faults.py",)),
-    ("sharding/lanes/workers.py: _ThreadTicket", ("sharding/lanes/test_lanes.py", "testing/test_delays.py")),
+    ("sharding/lanes/lanes.py: _ThreadTicket", ("sharding/lanes/test_lanes.py", "testing/test_delays.py")),
     ("sharding/", None),
     ("intercept/queued.py", None),
     ("intercept/works.py", ("intercept/test_works.py", "intercept/test_streams.py")),

@@ -90,7 +90,7 @@ CASES: Final[dict[str, list[Case]]] = {
     ],
     "sharding/tensors/": [(shares.test_a_sum_that_a_rank_joins_late_arrives, ())],
     "sharding/runtime/": [*_STEPS, *_EXCHANGES],
-    "sharding/lanes/lanes.py: read_later": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
+    "sharding/lanes/streams.py: read_later": [(norms.test_steps_equal_those_that_the_host_decides, (norms.FIRST,))],
     "sharding/lanes/": [
         (streams.test_a_drained_worker_has_nothing_left_to_do, ()),
         (streams.test_who_waits_for_the_last_hop_releases_the_memory_of_all, ()),

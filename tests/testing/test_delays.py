@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from tests.support.training.delayed import PRESETS, STEPS, WORLD, planted, train, train_on_streams
 
-from thinwire.sharding.lanes.workers import StreamWorker
+from thinwire.sharding.lanes.streams import StreamWorker
 from thinwire.testing import check_streams, run_ranks
 from thinwire.testing.delays import Place, delay_threads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -34,8 +34,7 @@ from thinwire.sharding.grads.host_memory import HostAccumulator
 from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
 from thinwire.sharding.hooks import module_hooks as hooks
 from thinwire.sharding.lanes.lanes import Lanes, Load
-from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
-from thinwire.sharding.memory.initial import InitialValues
+from thinwire.sharding.memory.initial import InitialValues, give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.memory.local import LocalPart, slice_of
 from thinwire.sharding.modules.discover import Selection, UnitModules, discover
 from thinwire.sharding.modules.quantized import packed_scales
@@ -259,16 +258,8 @@ def _units(
         sharded.plan.gather_bytes,
         from_host=sharded.plan.residence.streams_params,
     )
-    return tuple(
-        Unit(
-            number,
-            unit.module,
-            _info(unit, sharded.plan, [flat for flat in flats if flat.unit == number]),
-            buffers[number],
-            link,
-        )
-        for number, unit in enumerate(modules)
-    )
+    infos = _infos(modules, sharded.plan, flats)
+    return tuple(Unit(number, unit.module, infos[number], buffers[number], link) for number, unit in enumerate(modules))
 
 
 def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
@@ -291,14 +282,15 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
 def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[UnitInfo, ...]:
     """Describe a model's units under a plan for the program, without allocating memory; ``rank`` is the position in the
     mesh of the rank with the shares to count."""
-    flats = draw(modules, plan, rank)
-    return tuple(
-        _info(unit, plan, [flat for flat in flats if flat.unit == number]) for number, unit in enumerate(modules)
-    )
+    return _infos(modules, plan, draw(modules, plan, rank))
 
 
-def _info(unit: UnitModules, plan: Plan, flats: Iterable[Flat]) -> UnitInfo:
-    flats = list(flats)
+def _infos(modules: Sequence[UnitModules], plan: Plan, flats: Sequence[Flat]) -> tuple[UnitInfo, ...]:
+    of_units = [[flat for flat in flats if flat.unit == number] for number in range(len(modules))]
+    return tuple(_info(unit, plan, of_unit) for unit, of_unit in zip(modules, of_units, strict=True))
+
+
+def _info(unit: UnitModules, plan: Plan, flats: Sequence[Flat]) -> UnitInfo:
     return UnitInfo(
         name=unit.name,
         buffers=tuple(

@@ -51,13 +51,8 @@ def check_arguments(model: object, plan: object, codec_backend: str | None) -> N
 
 
 def check_supported(plan: Plan, world: int, *, whole: bool = True, whose: str = "the job") -> None:
-    """Check that this runtime supports a plan, and report all problems at once.
-
-    Args:
-        plan: The plan.
-        world: Number of data-parallel ranks that train the model, over all islands.
-        whole: Whether the model is trained without tensor and pipeline parallelism.
-        whose: What the ranks are those of.
+    """Check that this runtime supports a plan on so many data-parallel ranks, over all islands, which are those of
+    ``whose``, and report all problems at once. A ``whole`` model is trained without tensor and pipeline parallelism.
 
     Raises:
         SpecError: The plan is not supported; the error names every key, its value and the valid values.

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 from thinwire.agreement import Typed
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.params.write_audit import WORDS
 from thinwire.sharding.runtime.runtime import Runtime
 

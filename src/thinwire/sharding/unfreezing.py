@@ -19,8 +19,7 @@ import torch
 from thinwire.agreement import Typed
 from thinwire.collectives.memory import allocate
 from thinwire.errors import MismatchError, UsageError
-from thinwire.sharding.grads.optimizer_shards import fragments_of
-from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient
+from thinwire.sharding.grads.unit_gradient import Accumulator, ReductionConfig, UnitGradient, fragments_of
 from thinwire.sharding.hooks.module_hooks import hook_gradients
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.params.arenas import has_own_masters, share_out

@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 from thinwire.collectives.links.streams import CudaStreams, Streams, replace_streams
-from thinwire.sharding.lanes.workers import Body, ThreadWorker, Ticket
+from thinwire.sharding.lanes.lanes import ThreadWorker, Ticket
+from thinwire.sharding.lanes.streams import Body
 
 Place = Literal["lanes", "home"]
 """What is late: the bodies of lanes, or the computation that goes on after it has given a lane something to do."""

@@ -25,7 +25,7 @@ from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import order_ranks
 from thinwire.parallel import parallelize
 from thinwire.sharding.checkpointing.saving import finish_save
-from thinwire.sharding.lanes.lanes import read_later
+from thinwire.sharding.lanes.streams import read_later
 from thinwire.sharding.optimizer.probes import seed_generators
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan

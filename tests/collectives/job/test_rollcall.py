@@ -31,7 +31,8 @@ from thinwire.collectives.job.rollcall import (
     place_key,
 )
 from thinwire.errors import MismatchError
-from thinwire.sharding.lanes.workers import Recorder, ThreadWorker
+from thinwire.sharding.lanes.lanes import ThreadWorker
+from thinwire.sharding.lanes.streams import Recorder
 from thinwire.testing import RankPool
 
 pytestmark = pytest.mark.ranks

@@ -20,7 +20,8 @@ from thinwire.cli.main import app
 from thinwire.parallel import ParallelModel
 from thinwire.plan.after.culprit import measured_parts, slow_stretch
 from thinwire.record import read_run
-from thinwire.sharding.lanes.workers import Body, ThreadWorker, Ticket
+from thinwire.sharding.lanes.lanes import ThreadWorker, Ticket
+from thinwire.sharding.lanes.streams import Body
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe

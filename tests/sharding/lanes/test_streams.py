@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import thinwire as tw
 from thinwire.sharding.api import runtime
 from thinwire.sharding.corruption_check import sums_of
-from thinwire.sharding.lanes import workers
+from thinwire.sharding.lanes import streams
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.testing import run_ranks
 from thinwire.testing.simulated import Answer, SimulatedStream, SimulatedStreams
@@ -443,7 +443,7 @@ def test_clipping_of_slices_orders_every_access() -> None:
 
 def test_a_drained_worker_has_nothing_left_to_do() -> None:
     with check_streams("never") as check:
-        worker = workers.StreamWorker("lane", check.streams, workers.Recorder(check.streams))
+        worker = streams.StreamWorker("lane", check.streams, streams.Recorder(check.streams))
         ticket = worker.submit(torch.zeros(8).zero_, (), "body")
         assert not ticket.done()
         worker.drain()
@@ -452,8 +452,8 @@ def test_a_drained_worker_has_nothing_left_to_do() -> None:
 
 def test_who_waits_for_the_last_hop_releases_the_memory_of_all() -> None:
     with check_streams("never") as check:
-        recorder = workers.Recorder(check.streams)
-        first, second = (workers.StreamWorker(name, check.streams, recorder) for name in ("first", "second"))
+        recorder = streams.Recorder(check.streams)
+        first, second = (streams.StreamWorker(name, check.streams, recorder) for name in ("first", "second"))
         memory = torch.zeros(8)
         used = weakref.ref(memory)
         earlier = first.submit(memory.zero_, (), "first hop")
@@ -562,13 +562,13 @@ def start_at_once(_stream: SimulatedStream, _other: SimulatedStream) -> None:
     """Lanes do not wait for what computation has queued."""
 
 
-def go_on(ticket: workers._StreamTicket) -> None:
+def go_on(ticket: streams._StreamTicket) -> None:
     """Computation does not wait for lanes."""
     ticket._release()
 
 
-submit = workers.StreamWorker.submit
-make_ticket = workers._StreamTicket.__init__
+submit = streams.StreamWorker.submit
+make_ticket = streams._StreamTicket.__init__
 
 
 def run_ahead(worker, body, after, label):  # type: ignore[no-untyped-def]
@@ -583,9 +583,9 @@ def let_go(ticket, worker, event, body, after, label):  # type: ignore[no-untype
 
 FAULTS: dict[str, tuple[type, str, Callable[..., object]]] = {
     "start": (SimulatedStream, "wait_stream", start_at_once),
-    "wait": (workers._StreamTicket, "wait", go_on),
-    "moves": (workers.StreamWorker, "submit", run_ahead),
-    "memory": (workers._StreamTicket, "__init__", let_go),
+    "wait": (streams._StreamTicket, "wait", go_on),
+    "moves": (streams.StreamWorker, "submit", run_ahead),
+    "memory": (streams._StreamTicket, "__init__", let_go),
 }
 
 

@@ -10,7 +10,7 @@ from thinwire.sharding.step import schedule as steps
 from thinwire.sharding.step.schedule import Programs, Schedule
 
 
-@pytest.mark.parametrize("name", ["note_forward", "note_unrecorded"])
+@pytest.mark.parametrize("name", ["forward_event", "note_unrecorded"])
 def test_forwards_without_a_backward_are_forgotten_in_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "MOST_EVENTS", 8)
     schedule = Schedule(Programs(tw.Plan.preset("zero3", nodes=1, local=2), [], 0))

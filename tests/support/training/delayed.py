@@ -13,7 +13,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.links.nccl import Membership, replace_nccl
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes import workers
+from thinwire.sharding.lanes import lanes, streams
 from thinwire.sharding.params.param_group import Unit
 from thinwire.testing.delays import Place, delay_streams
 
@@ -126,8 +126,8 @@ def begin_at_once(reducer: Reducer, turns: Any, *, last: bool) -> None:
 
 FAULTS: dict[str, list[tuple[type, str, object]]] = {
     "computation does not wait for lanes": [
-        (workers._StreamTicket, "wait", workers._StreamTicket._release),
-        (workers._ThreadTicket, "wait", workers._ThreadTicket.done),
+        (streams._StreamTicket, "wait", streams._StreamTicket._release),
+        (lanes._ThreadTicket, "wait", lanes._ThreadTicket.done),
     ],
     "gathers do not wait for spreads": [(Unit, "spreads", ())],
     "a backward does not wait for the one before": [(Reducer, "begin", begin_at_once)],

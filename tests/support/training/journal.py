@@ -16,7 +16,7 @@ import torch
 
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Event, Lane
-from thinwire.sharding.lanes import lanes, workers
+from thinwire.sharding.lanes import lanes, streams
 from thinwire.sharding.lanes.lanes import Load
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.runtime import Runtime
@@ -134,7 +134,7 @@ def keep_journal(engine: Runtime) -> Iterator[Journal]:
         mock.patch.object(lanes.Lanes, "submit", noted_submit),
         mock.patch.object(Unit, "free", noted_free),
         mock.patch.object(step_check, "gather_rows", noted_rows),
-        noted_wait(workers._ThreadTicket),
-        noted_wait(workers._StreamTicket),
+        noted_wait(lanes._ThreadTicket),
+        noted_wait(streams._StreamTicket),
     ):
         yield journal

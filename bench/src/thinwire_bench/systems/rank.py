@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from thinwire.collectives import group
 from thinwire.errors import ThinwireError
-from thinwire.sharding.memory.allocator import give_back_freed_memory
+from thinwire.sharding.memory.initial import give_back_freed_memory
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, receive
 

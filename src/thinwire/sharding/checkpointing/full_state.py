@@ -12,7 +12,7 @@ from torch.distributed import _state_dict_utils as state_dict_utils
 
 from thinwire.agreement import Typed
 from thinwire.errors import CheckpointError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import cut_entries

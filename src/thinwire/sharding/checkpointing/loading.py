@@ -41,7 +41,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     shapes_of,
     union,
 )
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import NUMBERS, cut_states, stand_in
 from thinwire.sharding.runtime.parameter import ShardedParameter

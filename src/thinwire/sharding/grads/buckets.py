@@ -46,13 +46,8 @@ class BucketChunk:
     def packed(
         self, sources: Mapping[UnitGradient, torch.Tensor], dtype: torch.dtype, *, pad: int = 0, scratch: bool = False
     ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-        """The chunk in wire dtype, owner by owner.
-
-        Args:
-            sources: Tensors that hold the gradients.
-            dtype: The wire dtype.
-            pad: Number of zeros to append.
-            scratch: Whether the vector will be overwritten, while the sources must keep their values.
+        """The chunk of the ``sources`` in wire dtype, owner by owner, and ``pad`` zeros. ``scratch`` says that the
+        vector will be overwritten, while the sources must keep their values.
 
         Returns:
             The vector, and the function that fills it; ``None`` if the source itself is the vector.
@@ -107,26 +102,15 @@ class BucketChunk:
     def deliver(
         self, owner: int, values: torch.Tensor, targets: Mapping[UnitGradient, torch.Tensor], adds: Sequence[bool]
     ) -> None:
-        """Write or add an owner's sums to what holds its shares, with one rounding after the fp32 addition.
-
-        Args:
-            owner: Number of the owner.
-            values: Its part of the chunk, fp32.
-            targets: Its shares of the gradients.
-            adds: Whether to add to the share, by gradient in the chunk.
-        """
+        """Write an owner's part of the chunk, fp32, to its shares (``targets``), or add it where ``adds`` says so by
+        gradient in the chunk, with one rounding after the fp32 addition."""
         spans = [of_owners[owner] for of_owners in self.spans.values()]
         parts = values.split([end - begin for begin, end in spans])
-        places = [_between(targets[gradient], *span) for gradient, span in zip(self.spans, spans, strict=True)]
+        places = [targets[gradient][begin:end] for gradient, (begin, end) in zip(self.spans, spans, strict=True)]
         for write, adding in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
             chosen = [number for number, add in enumerate(adds) if add is adding]
             if chosen:
                 write([places[number] for number in chosen], [parts[number] for number in chosen])
-
-
-def _between(values: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Elements ``[begin, end)`` of a vector."""
-    return values if end - begin == values.numel() else values[begin:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +132,7 @@ class Bucket:
     def place_of_sums(
         self, number: int, owner: int, targets: Mapping[UnitGradient, torch.Tensor], adds: Sequence[bool]
     ) -> tuple[torch.Tensor, bool, Callable[[], None] | None]:
-        """Where a reduction of a chunk puts the sums of an owner, fp32.
-
-        Args:
-            number: Number of the chunk.
-            owner: Number of the owner.
-            targets: Its shares of the gradients in the chunk.
-            adds: Whether to add to the share, by gradient in the chunk.
+        """Where a reduction of a chunk puts the sums of an owner, fp32; see :meth:`BucketChunk.deliver`.
 
         Returns:
             The place; whether the reduction adds to what is there; and the function that delivers the sums afterwards,
@@ -168,14 +146,7 @@ class Bucket:
 
 
 def cut(axis: Axis, gradients: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
-    """Cut a bucket of gradients into chunks, for a reduction along an axis.
-
-    Args:
-        axis: The axis.
-        gradients: The gradients in order.
-        groups: Groups of ranks along the axes.
-        chunks: Largest number of chunks.
-    """
+    """Cut a bucket of gradients into at most so many chunks, for a reduction along an axis."""
     if axis is Axis.PARAMS:
         pieces = [[part.layout.shard_numel for part in gradients]] * groups[axis].size
         spans, is_even = chunk_spans(sum(pieces[0]), chunks, 1), True

@@ -32,11 +32,6 @@ element in the tensor, length."""
 class ErrorFeedback:
     """Rounding errors of this rank's messages, by bucket. Only plans with ``wire.error_feedback`` ask for them.
 
-    Args:
-        plan: The plan.
-        gradients: Gradients by unit.
-        groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
-
     Attributes:
         lost: Rounding errors, fp32, by reduction, chunk by chunk. Every rank has the same reductions, but sizes may
             differ. Those of an element are in one entry.
@@ -51,21 +46,11 @@ class ErrorFeedback:
         self.settle: Callable[[], object] = lambda: None
 
     def of_scatter(self, axis: Axis, bucket: Bucket, number: int, codecs: HopCodecs) -> Residual | None:
-        """Rounding errors so far of a reduce-scatter's last hop.
-
-        Args:
-            axis: Axis of the reduce-scatter.
-            bucket: The bucket.
-            number: Number of the chunk.
-            codecs: Codecs of the hops.
-
-        Returns:
-            The errors; ``None`` with lossless codecs.
-        """
+        """Rounding errors so far of the last hop of a chunk's reduce-scatter; ``None`` with lossless codecs."""
         return self._residual(str(axis), bucket, number) if self._loses(self._groups[axis], codecs) else None
 
     def of_sync(self, bucket: Bucket, number: int, codecs: HopCodecs) -> Feedback | None:
-        """Rounding errors so far of an all-reduce over the replicas; see :meth:`of_scatter` for the arguments."""
+        """Rounding errors so far of a chunk's all-reduce over the replicas; ``None`` with lossless codecs."""
         group = self._groups[Axis.REPLICA]
         if not self._loses(group, codecs):
             return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +37,7 @@ class _Visit(enum.Enum):
 
 @final
 class HostAccumulator(Accumulator):
-    """A buffer of the host.
-
-    Args:
-        memory: 1-D tensor of the host.
-        device: Device of the model.
-        lanes: Lanes of the model.
-        load: Description of the data, for timelines.
-    """
+    """A buffer of the host, 1-D, whose values visit the device."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device, lanes: Lanes, load: Load) -> None:
         self.memory, self.device = memory, device
@@ -90,16 +84,13 @@ class HostAccumulator(Accumulator):
             self._tickets.append(self._lanes.submit(HostLane.UP, self._copy_up, load=self._load))
 
     def go_down(self, after: Sequence[Ticket]) -> None:
-        """Let the values go down, if they are on the device.
-
-        Args:
-            after: Tickets of the reductions that read or write them.
-        """
+        """Let the values go down, if they are on the device, once the reductions have ended that use them."""
         if self._visit not in (_Visit.COMING, _Visit.HERE):
             return
         after = [*self._tickets, *after]
         if self._visit is _Visit.HERE and not self.empty:
-            after = [self._lanes.submit(HostLane.DOWN, self._copy_down, after=after, load=self._load)]
+            down = functools.partial(self._lanes.send, self._visiting, self.memory)
+            after = [self._lanes.submit(HostLane.DOWN, down, after=after, load=self._load)]
         self._visit, self._tickets = _Visit.LEAVING, list(after)
 
     def leave(self) -> None:
@@ -117,18 +108,10 @@ class HostAccumulator(Accumulator):
     def _copy_up(self) -> None:
         self._visiting.copy_(self.memory, non_blocking=True)
 
-    def _copy_down(self) -> None:
-        self._lanes.send(self._visiting, self.memory)
-
 
 @dataclass
 class Slot:
-    """Memory that a batch of units passes through.
-
-    Attributes:
-        memory: Bytes.
-        users: Tickets of what reads or writes it.
-    """
+    """Memory of bytes that a batch of units passes through, and tickets of what reads or writes it."""
 
     memory: torch.Tensor
     users: Sequence[Ticket] = ()
@@ -136,12 +119,7 @@ class Slot:
 
 @final
 class Ring:
-    """Slots that batches use in turn.
-
-    Args:
-        count: Number of slots.
-        allocate: Makes memory of so many bytes.
-    """
+    """Slots that batches use in turn; ``allocate`` makes memory of so many bytes."""
 
     def __init__(self, count: int, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -153,12 +131,7 @@ class Ring:
         return self._slots[-1]
 
     def make_room(self, nbytes: int, settle: Callable[[], None]) -> None:
-        """Make the slots large enough for any batch.
-
-        Args:
-            nbytes: Bytes of the largest batch.
-            settle: Waits until nothing uses the old slots.
-        """
+        """Make the slots large enough for the largest batch; ``settle`` waits until nothing uses the old ones."""
         if self._slots[0].memory.nbytes < nbytes:
             settle()
             for slot in self._slots:

@@ -29,8 +29,7 @@ from thinwire.sharding.grads.host_memory import (
     master_of,
     room,
 )
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
@@ -69,16 +68,9 @@ class _Stored:
 class HostStates:
     """The masters, optimizer states and gradients of one model's share that live on the host.
 
-    Args:
-        optimizer: The optimizer over the fragments.
-        fragments: All fragments that this rank updates.
-        units: Units of the model.
-        gradients: Gradients by unit.
-        lanes: Lanes of the model.
-        device: Device of the model.
-        state_bytes: Bytes per element of what the optimizer is expected to keep; ``None`` if its states live on the
-            device. Their memory is locked in its place now, as a whole: to lock a part takes as long, and in the middle
-            of a step it stops other ranks.
+    The optimizer, over all fragments that this rank updates, is expected to keep ``state_bytes`` for each element;
+    ``None`` if its states live on the device. Their memory is locked in its place now, as a whole: to lock a part takes
+    as long, and in the middle of a step it stops other ranks.
     """
 
     def __init__(
@@ -110,12 +102,7 @@ class HostStates:
         self._going_down = list[Ticket]()  # results of the last update
 
     def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps) -> None:
-        """Update units, batch by batch. On a device with streams, computation goes on meanwhile.
-
-        Args:
-            batches: Numbers of the units, in the order of the update.
-            steps: The steps of their update.
-        """
+        """Update units, batch by batch in this order. On a device with streams, computation goes on meanwhile."""
         for ticket in self._going_down:
             ticket.wait()
         self._going_down.clear()

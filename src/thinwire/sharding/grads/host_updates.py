@@ -31,10 +31,7 @@ class _Batch(Ticket):
     """Units that are updated together, as a ticket of their results: who waits for them takes them up.
 
     Attributes:
-        updates: All updates.
-        units: Numbers of the units.
         gradients: Their gradients that there were when the update was asked for.
-        steps: The steps of the update.
         updated: Ticket of the update; ``None`` before their gradients go down.
     """
 
@@ -54,15 +51,8 @@ class _Batch(Ticket):
 
 
 class HostUpdates:
-    """The updates of one model's share on the host.
-
-    Args:
-        units: Units of the model.
-        gradients: Gradients by unit.
-        lanes: Lanes of the model.
-        device: Device of the model.
-        ranks: Ranks of the node, among whom its cores are divided for updates; ``None``: torch's threads stay.
-    """
+    """The updates of one model's share on the host. ``ranks`` are those of the node, among whom its cores are divided
+    for updates; ``None``: torch's threads stay."""
 
     def __init__(
         self,
@@ -82,12 +72,8 @@ class HostUpdates:
         self._batches = deque[_Batch]()  # those whose results have not been taken up, in order
 
     def update(self, batches: Sequence[Sequence[int]], steps: UpdateSteps) -> None:
-        """Update units, batch by batch. If updates may not wait, all results are taken up before this returns.
-
-        Args:
-            batches: Numbers of the units, in the order of the update.
-            steps: The steps of their update.
-        """
+        """Update units, batch by batch in this order. If updates may not wait, all results are taken up before this
+        returns."""
         self.settle()
         while self._coming_up:
             self._coming_up.pop(0).settle()

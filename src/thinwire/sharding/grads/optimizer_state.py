@@ -11,20 +11,16 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 
 
 class InnerOptimizer:
     """One of torch's optimizers, or of others with its interface, over the pieces of parameters that a rank updates.
 
     Its groups hold the parameters themselves, for whoever reads them: clipping, norms, counts. They hold the pieces
-    inside :meth:`over_fragments` only, where the optimizer works.
-
-    Args:
-        optimizer: The optimizer, made over the fragments.
-        fragments: All fragments that this rank updates.
-        shown: For each group, what it holds outside of :meth:`over_fragments`.
-        host: What lives on the host of its states; ``None`` if all live on the device.
+    inside :meth:`over_fragments` only, where the optimizer works; it was made over all fragments that this rank
+    updates. Outside, each group holds what is ``shown``. ``host`` is what lives on the host of its states; ``None`` if
+    all live on the device.
     """
 
     def __init__(
@@ -39,13 +35,8 @@ class InnerOptimizer:
         self._hold(shown)
 
     def take(self, number: int, fragments: Sequence[OwnedFragment], shown: Sequence[Any]) -> None:
-        """Take further fragments.
-
-        Args:
-            number: Number of their group.
-            fragments: The fragments.
-            shown: What the group holds outside of :meth:`over_fragments`.
-        """
+        """Take further fragments into the group of a number, which holds ``shown`` outside of
+        :meth:`over_fragments`."""
         self._pieces[number].extend(owned.value for owned in fragments)
         self._shown[number].extend(shown)
         self.fragments += tuple(fragments)
@@ -99,13 +90,8 @@ class Unreadable(list[Any]):
 def over_groups(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], **changed: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class over other groups. What wraps the step of the first one does not wrap its own.
-
-    Args:
-        optimizer: The first one, with which it shares everything else.
-        groups: Its groups.
-        **changed: Attributes that it does not share.
-    """
+    """An optimizer of the same class over other groups, which shares everything else but the ``changed`` attributes.
+    What wraps the step of the first one does not wrap its own."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     shared = {key: value for key, value in vars(optimizer).items() if key != "step"}
     vars(made).update({**shared, "param_groups": groups, **changed})

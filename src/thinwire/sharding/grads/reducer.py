@@ -60,20 +60,14 @@ class Turns:
 
 @dataclass
 class _UnderWay:
-    """A reduction that has started.
-
-    Attributes:
-        ticket: Ticket of the reduction.
-        units: Units whose gradients the reduction carries.
-        waited: Whether computation has waited for the reduction.
-    """
+    """A reduction that has started, with the units whose gradients it carries; ``waited`` once computation has."""
 
     ticket: Ticket
     units: tuple[int, ...]
     waited: bool = False
 
     def wait(self) -> None:
-        """Let computation wait for the reduction, unless it has done so before."""
+        """Let computation wait for it, unless it has done so before."""
         if not self.waited:
             self.waited = True
             self.ticket.wait()
@@ -82,14 +76,10 @@ class _UnderWay:
 class Reducer:
     """Reduces the gradients of all units.
 
-    Args:
-        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
-        reductions: Builds the collectives.
-        lanes: Lanes that the collectives run on.
-        on_host: Whether gradients live on the host.
-
     Attributes:
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
         parts: Gradients of all units.
+        reductions: Builds the collectives.
         feedback: The rounding errors of this rank's messages.
         on_host: Whether gradients live on the host.
     """
@@ -124,12 +114,7 @@ class Reducer:
     # -- a backward, from begin to end -------------------------------------------------------------------------
 
     def begin(self, turns: Turns, *, last: bool) -> None:
-        """Begin a backward.
-
-        Args:
-            turns: Turns of the backward, in the same order on every rank.
-            last: Whether the backward belongs to the step's last micro-batch.
-        """
+        """Begin a backward, which may be the step's last, with its turns, in the same order on every rank."""
         # Of most units it has ended, as the forward has read their parameters; but gradients of others become zero.
         self._join_updates()
         if self._last:
@@ -201,12 +186,9 @@ class Reducer:
         self._reduced.clear()
 
     def abort(self) -> frozenset[int]:
-        """Drop the gradients that a failed backward has collected, once reductions in flight have finished.
-
-        Returns:
-            Units that were complete in it. What earlier backwards have left for them is lost as well: the next one
-            would add to the sum of both.
-        """
+        """Drop the gradients that a failed backward has collected, once reductions in flight have finished; returns the
+        units that were complete in it. What earlier backwards have left for them is lost as well: the next one would
+        add to the sum of both."""
         self._pending.clear()
         self._ready.clear()
         self.reductions.drop_sources()
@@ -248,15 +230,9 @@ class Reducer:
         self._updates |= dict.fromkeys(units, ticket)
 
     def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
-        """Wait for the gradients of units, one reduction after another.
-
-        Args:
-            order: Numbers of the units in the order in which their gradients arrive.
-            apart: Whether to yield every unit by itself.
-
-        Yields:
-            Units whose gradients have arrived together. The first are those that computation has waited for before.
-        """
+        """Wait for the gradients of units, in the order in which they arrive, one reduction after another. Yields units
+        whose gradients have arrived together, or every unit ``apart``. The first are those that computation has waited
+        for before."""
         last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
         groups = {unit: (last.get(unit), unit if apart else None) for unit in order}
         for _, units in itertools.groupby(groups, groups.__getitem__):
@@ -342,16 +318,8 @@ def _complete(parts: Sequence[UnitGradient]) -> bool:
 
 
 def reduction_turns(program: StepProgram, micro_batch: int, order: Sequence[int]) -> Mapping[int, ReductionTurn]:
-    """Cut the reductions of one micro-batch into turns.
-
-    Args:
-        program: Program of a step.
-        micro_batch: Number of the micro-batch.
-        order: Trainable units, in reduction order.
-
-    Returns:
-        The turn of each of these units, in reduction order.
-    """
+    """Cut the reductions of one micro-batch of a step's program into turns of its trainable units, which are given and
+    returned in reduction order."""
     reductions = [op for op in program.operations if op.lane in _REDUCTIONS]
     position = {op.index: number for number, op in enumerate(reductions)}
     mine = [op for op in reductions if op.start.micro_batch == micro_batch]

@@ -44,12 +44,8 @@ class _Way:
 
 @dataclass(slots=True)
 class _Vector:
-    """A bucket's sums between a reduce-scatter and an all-reduce.
-
-    Attributes:
-        values: 1-D tensor in wire dtype, padded for the replicas.
-        left: Number of chunks that have not gone on yet.
-    """
+    """A bucket's sums between a reduce-scatter and an all-reduce, 1-D in wire dtype and padded for the replicas, of
+    which so many chunks are left that have not gone on yet."""
 
     values: torch.Tensor
     left: int
@@ -58,12 +54,8 @@ class _Vector:
 class Reductions:
     """Turns operations into moves, and keeps track of the tensors that hold gradients between two operations.
 
-    Args:
-        plan: The plan.
-        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
-        groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
-        codecs: Codecs of gradients, by hop, for each of these axes.
-        seeds: Seeds for codecs with stochastic rounding.
+    Gradients are by unit, one for each trainable buffer; groups and codecs of gradients are those of the axes
+    ``PARAMS``, ``SHARD`` and ``REPLICA``.
 
     Attributes:
         feedback: Rounding errors of this rank's messages.
@@ -93,21 +85,13 @@ class Reductions:
         self._loads.clear()
 
     def take(self, part: UnitGradient, staged: torch.Tensor) -> None:
-        """Take the finished gradient of a buffer in this micro-batch, at its unit's turn.
-
-        Args:
-            part: The gradient.
-            staged: What :meth:`UnitGradient.finish` returned.
-        """
+        """Take the finished gradient of a buffer in this micro-batch, at its unit's turn; ``staged`` is what
+        :meth:`UnitGradient.finish` returned."""
         self._ways[part] = _Way(staged, staged, staged, {})
 
     def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
-        """Build the moves of an operation, and the description of its data.
-
-        Args:
-            operation: Reduction of the program.
-            goes_on: Whether another reduction continues with the result.
-        """
+        """Build the moves of a reduction of the program, and the description of its data; ``goes_on`` says whether
+        another reduction continues with the result."""
         bucket = self._bucket(operation)
         if operation.axis is Axis.REPLICA:
             moves = self._synchronise(bucket, operation.chunk)
@@ -118,12 +102,8 @@ class Reductions:
         return moves, self._load(operation, bucket)
 
     def finish(self, units: Sequence[int], *, last: bool) -> None:
-        """Release what holds the gradients of units that take part in no later reduction of this micro-batch.
-
-        Args:
-            units: Numbers of the units.
-            last: Whether this is the step's last micro-batch, so that gradients are complete.
-        """
+        """Release what holds the gradients of units that take part in no later reduction of this micro-batch. After the
+        step's last, gradients are complete."""
         for unit in units:
             for part in self._gradients[unit]:
                 self._ways.pop(part, None)
@@ -187,17 +167,8 @@ class Reductions:
         accumulate: bool,
         then: Callable[[], None] | None,
     ) -> Moves:
-        """Reduce-scatter a chunk over an axis.
-
-        Args:
-            axis: The axis.
-            bucket: Bucket of the chunk.
-            number: Number of the chunk.
-            source: Values of each of its gradients.
-            out: This rank's piece of the result.
-            accumulate: Whether to add to ``out``.
-            then: What follows the reduction, if anything does.
-        """
+        """Reduce-scatter the values of a chunk's gradients over an axis into ``out``, this rank's piece, or add the
+        result to what is there; ``then`` follows the reduction."""
         group, chunk, codecs = self._groups[axis], bucket.chunks[number], self._codecs_of(axis, bucket)
         whole, pack = chunk.packed(source, self._topology.wire_dtype)
         moves = reduce_scatter(

@@ -1,4 +1,5 @@
-"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads.
+"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads, in fragments of
+parameters: shares of P shards, cut where parameters end.
 
 There are three buffers, each allocated only if the plan needs it:
 
@@ -18,14 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 
 from thinwire.collectives.links.streams import streams_of
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_shape
-from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
+from thinwire.sharding.memory.layout import FlatLayout, Fragment, Run, Slot
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.spec import Plan
 
 _CONVERTED: Final = 1 << 20
@@ -73,7 +77,6 @@ class ReductionConfig:
         )
         self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
         self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
-        self.accumulate_dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)
         self.mean = plan.grad_reduce == "mean"
 
     def scale(self, size: int) -> float:
@@ -109,16 +112,8 @@ class _Copies:
             self.whole, self._grads = [grads[index] for index in range(len(grads))], {}
 
     def perform(self, target: torch.Tensor, *, add: bool, stays: bool) -> bool:
-        """Copy the gradients to their places in a buffer, or add them to what is there.
-
-        Args:
-            target: The buffer.
-            add: Whether to add.
-            stays: Whether the next gradients go to the same buffer.
-
-        Returns:
-            Whether the whole buffer has its values now, the zeros of its padding included.
-        """
+        """Copy the gradients to their places in a buffer, or add them to what is there; ``stays`` says that the next
+        ones go to the same buffer. Returns whether the whole buffer has its values now, its padding included."""
         grads, whole = self._grads, self.whole
         self._grads, self.whole = {}, []
         if whole:
@@ -188,17 +183,10 @@ def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
 class UnitGradient:
     """The gradient of one of a unit's trainable buffers.
 
-    Args:
-        unit: Number of the unit.
-        name: Name of the unit, for timelines.
+    Attributes:
         first_slot: Number of parameters in the unit's earlier buffers.
-        layout: Layout of the buffer.
         shares: Shares of this rank's P shard, by optimizer rank.
         owned: Buffer for the gradient of this rank's share, in the plan's ``accumulate_dtype``.
-        make_local: Makes ``local``.
-        topology: Sizes of the axes.
-
-    Attributes:
         seen: Slots whose parameters have delivered their gradients since the last reduction.
     """
 
@@ -261,13 +249,7 @@ class UnitGradient:
         return len(self.seen) == len(self.layout.slots)
 
     def collect_all(self, grads: Sequence[torch.Tensor], *, last: bool, late: bool) -> None:
-        """Take the gradients of all parameters; see :meth:`collect`.
-
-        Args:
-            grads: Gradients of the whole unit's trained parameters, in order.
-            last: See there.
-            late: See there.
-        """
+        """Take the gradients of all parameters, out of those of the whole unit's, in order; see :meth:`collect`."""
         if self._copies is None or self.seen:
             for index, slot in enumerate(self._slots):
                 self.collect(index, grads[slot], last=last, late=late)
@@ -277,14 +259,8 @@ class UnitGradient:
         self.seen.update(range(len(self._slots)))
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool, late: bool) -> None:
-        """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
-
-        Args:
-            index: Slot of the parameter.
-            grad: Gradient, in the parameter's shape.
-            last: Whether this is the step's last micro-batch.
-            late: Whether the unit's turn in this backward is over.
-        """
+        """Take the gradient of parameter ``index``, in the parameter's shape; the caller then drops autograd's tensor.
+        ``last`` is the step's last micro-batch; ``late``, that the unit's turn in this backward is over."""
         seen = self.seen
         if not seen:
             self._begin(last=last, late=late)
@@ -303,11 +279,8 @@ class UnitGradient:
         seen.add(index)
 
     def finish(self, *, last: bool, grads: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Close the micro-batch: parameters without a gradient count as zero.
-
-        Args:
-            last: Whether this is the step's last micro-batch.
-            grads: Gradients of all parameters, in order, of which none has been collected, if they wait for each other.
+        """Close the micro-batch, which may be the step's last: parameters without a gradient count as zero. ``grads``
+        are those of all parameters, in order, of which none has been collected, if they wait for each other.
 
         Returns:
             The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
@@ -359,13 +332,8 @@ class UnitGradient:
         self.unsynced = self.synchronised = False
 
     def forget(self, index: int, owned: slice, shard: slice) -> None:
-        """Forget the gradient of parameter ``index`` (``parameter.grad = None``).
-
-        Args:
-            index: slot of the parameter.
-            owned: its elements in ``owned``.
-            shard: its elements in this rank's P shard.
-        """
+        """Forget the gradient of parameter ``index`` (``parameter.grad = None``), which has these elements of
+        ``owned`` and of this rank's P shard."""
         self._forgotten.add(index)
         if len(self._forgotten) == len(self.layout.slots):
             self.reset()
@@ -376,13 +344,8 @@ class UnitGradient:
             self.local.kept[shard].zero_()
 
     def add(self, index: int, owned: slice, values: torch.Tensor) -> None:
-        """Add to the gradient of parameter ``index`` that ranks have combined; the caller has waited for it.
-
-        Args:
-            index: slot of the parameter.
-            owned: elements of ``owned``.
-            values: what to add to them, 1-D.
-        """
+        """Add values, 1-D, to the gradient of parameter ``index`` that ranks have combined, in these elements of
+        ``owned``; the caller has waited for it."""
         self._forgotten.discard(index)
         kept, adds = self.owned.kept, not self.owned.empty
         self.owned.empty = False
@@ -425,3 +388,58 @@ def _zero_missing(buffer: torch.Tensor, layout: FlatLayout, present: Collection[
             buffer[slot.offset : slot.offset + slot.numel].zero_()
     for gap in layout.gaps:
         buffer[gap].zero_()
+
+
+# -- what a rank updates ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """A fragment that this rank updates.
+
+    Attributes:
+        unit: Index of the fragment's unit.
+        slot: Index of the fragment's parameter within the unit.
+        fragment: Position of the fragment in the parameter and in the share.
+        value: Master values that the optimizer updates, fp32; in the parameter's shape if the fragment is the whole
+            parameter, otherwise 1-D.
+        held: The same elements of the P shard, which ranks compute with; 1-D, in the compute dtype.
+        grad: Gradient of the fragment in the plan's ``accumulate_dtype``, with the shape of ``value``.
+        source: Gradient of the unit's buffer that ``grad`` is a part of.
+        begin: First element in the share of that buffer.
+    """
+
+    unit: int
+    slot: int
+    fragment: Fragment
+    value: nn.Parameter
+    held: torch.Tensor
+    grad: torch.Tensor
+    source: UnitGradient
+    begin: int
+
+    @property
+    def shown(self) -> torch.Tensor:
+        """The gradient, where the optimizer reads it."""
+        owned = self.source.owned
+        if owned.shown is None:
+            return self.grad
+        return owned.shown[self.begin : self.begin + self.grad.numel()].view(self.grad.shape)
+
+
+def fragments_of(buffer: FlatBuffer, part: UnitGradient, shard: int, share: int) -> list[OwnedFragment]:
+    """The fragments of a trained buffer, with its gradient ``part``, in a rank's ``share`` of its P ``shard``, with
+    views of their master values and gradients."""
+    owned, position = [], 0
+    for run in buffer.shares[share]:
+        for fragment in buffer.layout.fragments(shard, [run]):
+            begin, start = position + fragment.position, run.start + fragment.position
+            held = buffer.shard[start : start + fragment.length]
+            value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
+            grad = part.owned.memory[begin : begin + fragment.length]
+            if fragment.whole:
+                value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
+            slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
+            owned.append(OwnedFragment(part.unit, slot, fragment, nn.Parameter(value), held, grad, part, begin))
+        position += run.length
+    return owned

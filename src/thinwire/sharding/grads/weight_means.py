@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.errors import CheckpointError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 
 
 class WeightMeans:
@@ -61,9 +61,6 @@ class WeightMeans:
 
 def checked_counts(saved: object) -> tuple[int, int] | None:
     """The counts that a checkpoint holds; ``None`` if it holds no average.
-
-    Args:
-        saved: What a save has written, or what else is there.
 
     Raises:
         CheckpointError: They are no counts.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
 from thinwire.sharding.hooks.parameter_hooks import Deliveries, outside_compile, refuse_copy, watch_reads
-from thinwire.sharding.lanes.lanes import HomeStream
+from thinwire.sharding.lanes.streams import HomeStream
 from thinwire.sharding.modules.graphs import refuse_cuda_graphs
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.modules.linears import InputGradient, compute_weight_gradient_first

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.unit_gradient import UnitGradient
-from thinwire.sharding.lanes.lanes import HomeStream
+from thinwire.sharding.lanes.streams import HomeStream
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.modules.quantized import inner_tensors, is_wrapper, rebuilt
@@ -313,11 +313,6 @@ class Deliveries(Delivery):
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
-
-    @property
-    def settled(self) -> bool:
-        """Whether the unit has one hook only."""
-        return self._only is not None
 
     def has_left(self) -> bool:
         if self._only is None:

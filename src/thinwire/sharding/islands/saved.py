@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.fragment_state import labelled
 from thinwire.sharding.memory.layout import Slot

@@ -7,9 +7,11 @@ its part of one flat buffer in fp32.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +20,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.allocator import give_back_freed_memory
 from thinwire.sharding.memory.layout import FlatLayout
 from thinwire.sharding.memory.local import Slice, local_tensor
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
+_MAX_INT: Final = (1 << 31) - 1
 
 Region = tuple[slice, ...]
 """Part of a parameter: for each dimension, a slice with explicit start and stop."""
@@ -175,3 +179,28 @@ def read_elements(
         region[cut.dim] = slice(region[cut.dim].start + start, region[cut.dim].stop + start)
     elements = values.read(name, tuple(region)).reshape(-1)
     target.copy_(elements[begin:end])
+
+
+# -- the allocator of a processor --------------------------------------------------------------------------------
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next allocation instead of returning it to the kernel.
+
+    Every step allocates and frees the same large buffers. The kernel zeroes each returned page on its next use, which
+    costs more than the communication that the page is used for. On CUDA, the caching allocator keeps memory.
+    """
+    _tune((_MMAP_THRESHOLD, _MAX_INT), (_TRIM_THRESHOLD, _MAX_INT), (_TOP_PAD, 64 << 20), (_ARENA_MAX, 1))
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc return freed buffers to the kernel at once. Buffers for initial values are not reused, and the holes
+    that they leave could add up to the size of the model."""
+    _tune((_MMAP_THRESHOLD, 1 << 18), (_TRIM_THRESHOLD, 1 << 20), (_TOP_PAD, 1 << 17))
+
+
+def _tune(*settings: tuple[int, int]) -> None:
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        for key, value in settings:
+            mallopt(key, value)

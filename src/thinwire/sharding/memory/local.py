@@ -15,13 +15,7 @@ from thinwire.errors import UsageError
 
 @dataclass(frozen=True)
 class Slice:
-    """A rank's slice of a parameter that is cut into equal slices.
-
-    Attributes:
-        dim: Dimension that is cut.
-        ways: Number of slices.
-        index: Index of the rank's slice.
-    """
+    """A rank's slice of a parameter whose dimension ``dim`` is cut into so many equal slices."""
 
     dim: int
     ways: int

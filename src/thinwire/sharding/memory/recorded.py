@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thinwire.errors import UsageError
-from thinwire.sharding.memory.allocator import give_back_freed_memory
-from thinwire.sharding.memory.initial import Region
+from thinwire.sharding.memory.initial import Region, give_back_freed_memory
 
 _aten: Final = torch.ops.aten
 
@@ -76,11 +75,7 @@ class _Outside:
     version: int
 
     def value(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            UsageError: It has changed.
-        """
+        """The tensor, which may not have changed."""
         if self.tensor._version != self.version:
             raise UsageError(
                 f"a tensor of shape {list(self.tensor.shape)}, of which parameters were made, was changed later; make "
@@ -91,12 +86,9 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Operation:
-    """An operation to run again.
+    """An operation to run again: among its arguments, recorded tensors are places.
 
     Attributes:
-        function: The operator.
-        args: Its arguments; recorded tensors are places.
-        kwargs: Its keyword arguments, likewise.
         outputs: Places of the tensors that it returns.
         state: State of the generator before it; ``None`` if it draws no random numbers.
     """
@@ -137,12 +129,8 @@ class _Operation:
 
 @dataclass(eq=False)
 class _Group:
-    """Storages whose values depend on each other, which are made again together.
-
-    Attributes:
-        operations: What made them, in order.
-        addresses: Those of the storages.
-    """
+    """Storages, by their addresses, whose values depend on each other: they are made again together, by the operations
+    that made them, in order."""
 
     operations: list[_Operation]
     addresses: list[int]

@@ -14,8 +14,8 @@ from thinwire.agreement import NOTHING
 from thinwire.errors import UsageError
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, Unreadable
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.optimizer.probes import Trial, distinct_options, state_bytes, with_fused
 from thinwire.sharding.optimizer.sharded_optimizer import ShardedOptimizer
 from thinwire.sharding.optimizer.stock_optimizers import INNER

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer, make_state, state_of
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.optimizer.probes import takes_found_inf
 from thinwire.sharding.optimizer.share_update import ShareUpdate
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
@@ -298,7 +297,7 @@ class ShardedOptimizer(ShareOptimizer):
         lanes, exchanges = runtime.lanes, runtime.exchanges
         self.step_check.multiply_gradients(1.0)  # divides by the loss scale, unless clipping has
         runtime.join_spreads(settle=False)
-        began = lanes.recorder.mark()
+        began = lanes.recorder.mark() if lanes.recorder.timeline is not None else None
         hooked = bool(inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks)
         arrived = result.measured  # the norm is that of all gradients
         few_calls = arrived and lanes.home.exists  # which are faster on a GPU

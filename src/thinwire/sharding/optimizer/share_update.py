@@ -11,9 +11,9 @@ from typing import final
 
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
 from thinwire.sharding.grads.reducer import Reducer
+from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.lanes.lanes import Ticket
 from thinwire.sharding.step.param_broadcast import Spreads
 from thinwire.sharding.step.schedule import Programs

@@ -170,11 +170,8 @@ class ModelParameter(Live):
         """The whole parameter, for an operation that needs it. Collective.
 
         This is the module's compute tensor if gradients flow through the operation, or if the operation has plain
-        tensors of the same dtype. Otherwise it is the exact values.
-
-        Args:
-            share: The parameter, or a detached alias of it.
-            dtypes: Dtypes of the operation's plain floating-point tensors.
+        floating-point tensors of the same dtype, out of ``dtypes``. Otherwise it is the exact values. The share is the
+        parameter, or a detached alias of it.
         """
         follows = torch.is_grad_enabled() and share.requires_grad
         if follows and share is not self.share:

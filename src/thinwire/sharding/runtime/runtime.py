@@ -35,7 +35,6 @@ from thinwire.sharding.islands.elastic import ElasticExchanges
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.others import OtherIslands
 from thinwire.sharding.params.write_audit import WriteAudit
-from thinwire.sharding.runtime.edited_parameters import Written
 from thinwire.sharding.runtime.parameter import ShardedParameter
 from thinwire.sharding.runtime.sharded_parameters import ShardedParameters
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients
@@ -200,17 +199,11 @@ class Runtime:
     # -- micro-batches -----------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """Begin a micro-batch, to which the next forward and backward belong.
-
-        Args:
-            number: Number of the micro-batch, from 0.
-            last: Whether its backward is the step's last.
-        """
+        """Begin a micro-batch, to which the next passes belong; see :meth:`Schedule.begin_micro_batch`."""
         self.schedule.begin_micro_batch(number, last=last)
 
     def select_micro_batch(self, number: int, *, last: bool) -> None:
-        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
-        the arguments."""
+        """Switch to another micro-batch of a pipeline; see :meth:`Schedule.select`."""
         self.schedule.select(number, last=last)
 
     @property
@@ -234,9 +227,8 @@ class Runtime:
         step is closed already and no gradient has come since.
 
         Raises:
-            MismatchError: Two ranks ran units in a different order or took a different number of steps.
-            UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
-                Raised on every rank.
+            MismatchError: See :meth:`StepCheck.close`.
+            UsageError: See there.
             CheckpointError: The model is half loaded.
         """
         step_check = self.step_check
@@ -295,12 +287,8 @@ class Runtime:
 
     def finish_step(self, *, updated: bool, only: Set[int] | None = None) -> None:
         """End the step: exchange with other islands, spread the updated P shards in the order of the forward, and begin
-        the next step.
-
-        Args:
-            updated: Whether parameters have new values. A step may be taken without an update.
-            only: Numbers of the units that were updated and have not begun to spread; all by default.
-        """
+        the next step. A step may be taken without an update; ``only`` has the numbers of the units that were
+        ``updated`` and have not begun to spread, all by default."""
         step = self.sharded.steps.taken + 1
         if self.exchanges is not None:
             if self.exchanges.writes() or not self.plan.residence.on_device:
@@ -358,12 +346,8 @@ class Runtime:
             self.spreads.start(exactly=True, only=written)
 
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
-        """Write back and spread all masters after they were loaded.
-
-        Args:
-            num_steps: Number of optimizer steps taken before the checkpoint was saved.
-            with_replicas: Whether the P-shard values that a plan with spread differences keeps were loaded as well.
-        """
+        """Write back and spread all masters after they were loaded, from a moment after so many optimizer steps;
+        ``with_replicas`` if the P-shard values that a plan with spread differences keeps were loaded as well."""
         self.join_spreads()
         self.spreads.write_back(range(len(self.units)), differences=not with_replicas)
         self._begin_next(num_steps, updated=True, exactly=True)
@@ -390,12 +374,10 @@ class Runtime:
     def full_parameters(self, *, write: bool) -> Iterator[None]:
         """See :func:`thinwire.full_parameters`."""
         self.holds.gather_all()
-        written = None if self.shares is None else Written(self.sharded, self.shares)
+        carrying = contextlib.nullcontext() if self.parameters is None else self.parameters.carrying_writes(keep=write)
         try:
-            with self.schedule.aside():
+            with carrying, self.schedule.aside():
                 yield
-            if written is not None:
-                written.carry_over(keep=write)
         finally:
             self.audit.excuse()
             self.holds.release_all()
@@ -446,18 +428,10 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def sharded_of(model: nn.Module) -> ShardedModel:
-    """The units of a sharded model, and what its ranks share.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
+    """The units of a sharded model, and what its ranks share; see :func:`runtime_of`."""
     return runtime_of(model).sharded
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of a sharded model.
-
-    Raises:
-        UsageError: The model is not sharded.
-    """
+    """The plan of a sharded model; see :func:`runtime_of`."""
     return runtime_of(model).plan

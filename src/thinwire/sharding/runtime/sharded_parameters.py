@@ -6,20 +6,21 @@ Reads and writes of share tensors end in :class:`~thinwire.sharding.runtime.shar
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, HostLane, Lane
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
-from thinwire.sharding.params.stored_shard import StoredPiece
 from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -28,6 +29,8 @@ from thinwire.sharding.tensors.spec import ShareSpec
 
 _MANAGED = "_thinwire_share"
 """Attribute of a compute tensor that holds its share, which replaces it outside of passes."""
+
+_NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 
 def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
@@ -70,6 +73,43 @@ class ShardedParameters:
             for slot, compute in buffer.named:
                 self.parameters[slot.name].requires_grad_(compute.requires_grad)  # others of the buffer stay frozen
 
+    @contextlib.contextmanager
+    def carrying_writes(self, *, keep: bool) -> Iterator[None]:
+        """Carry changes of whole parameters, which have just been gathered, into the masters at the end of this block.
+        Collective, if they are to ``keep``.
+
+        Raises:
+            UsageError: There are changes, and ``keep`` is false.
+        """
+        buffers = [(unit, buffer) for unit in self._sharded.units for buffer in unit.buffers]
+        versions = {id(p): p._version for _, buffer in buffers for p in buffer.parameters}
+        yield
+        moved = {id(p) for _, buffer in buffers for p, _ in buffer.moved()}
+        fragments, changes = _by_name(self._sharded.fragments), dict[str, torch.Tensor]()
+        for unit, (slot, compute) in ((unit, named) for unit, buffer in buffers for named in buffer.named):
+            counted = compute._version != versions[id(compute)] or id(compute) in moved
+            if not counted and not unit.sharded:
+                continue
+            # What ranks compute with; a codec may have left something else there than the masters.
+            owned = fragments.get(slot.name) if unit.sharded else None
+            changed = _changes(self.parameters[slot.name], None if owned is None else owned.held, counted=counted)
+            if not counted and not bool(changed.any()):
+                continue
+            if not keep:
+                raise UsageError(
+                    f"{slot.name} was written inside full_parameters(model), which would lose the change: use "
+                    "full_parameters(model, write=True) on every rank"
+                )
+            changes[slot.name] = changed
+        if not keep:
+            return
+        for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
+            share = self.parameters[name]
+            if name in changes:
+                whole, piece = share.live.compute_tensor.detach(), share.piece
+                piece[changes[name]] = share.spec.cut(whole)[changes[name]].to(share.dtype)
+            share.live.after_write()
+
     def _place_trained(
         self,
         unit: Unit,
@@ -92,9 +132,7 @@ class ShardedParameters:
             trained = TrainedParameter(unit.index, part.first_slot + index, part, index, mine, in_shard)
             holders.spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
-            self._add(
-                ModelParameter(self._masters, self._gradients, unit, compute, trained), piece, spec, requires_grad=True
-            )
+            self._add(ModelParameter(self._masters, self._gradients, unit, compute, trained), piece, spec)
 
     def _place_frozen(self, unit: Unit, buffer: FlatBuffer, holders: Holders) -> None:
         pieces = {slot.name: (offset, run) for slot, offset, run in buffer.layout.pieces(self._sharded.shard)}
@@ -108,21 +146,21 @@ class ShardedParameters:
             if buffer.stored is not None:
                 live.stored = buffer.stored.piece(run)
                 like = torch.empty(0, dtype=buffer.layout.dtype, device=buffer.stored.device)
-                self._add(live, live.stored, spec, requires_grad=False, like=like)
+                self._add(live, live.stored, spec, like=like)
             else:
                 piece = buffer.shard[:0] if run is None else buffer.values(run)
-                self._add(live, piece.detach(), spec, requires_grad=False)
+                self._add(live, piece.detach(), spec)
 
     def _add(
         self,
         live: ModelParameter,
-        piece: torch.Tensor | StoredPiece,
+        piece: torch.Tensor | Callable[[], torch.Tensor],
         spec: ShareSpec,
         *,
-        requires_grad: bool,
         like: torch.Tensor | None = None,
     ) -> None:
-        if isinstance(piece, torch.Tensor) and requires_grad and self._sharded.plan.residence.streams_states:
+        trains = live.trained is not None
+        if isinstance(piece, torch.Tensor) and trains and self._sharded.plan.residence.streams_states:
             settle, unit, like, on_host = self._sharded.lanes.settle, live.unit, piece, piece
 
             def settled() -> torch.Tensor:
@@ -130,13 +168,13 @@ class ShardedParameters:
                 settle(HostLane.DOWN)
                 return on_host
 
-            share = ShardedParameter(settled, spec, live, requires_grad=requires_grad, like=like)
-        else:
-            share = ShardedParameter(piece, spec, live, requires_grad=requires_grad, like=like)
+            piece = settled
+
+        share = ShardedParameter(piece, spec, live, requires_grad=trains, like=like)
         if (frozen := self.parameters.get(spec.name)) is not None:
             share = _become(frozen, share)
         live.share = share
-        if requires_grad:
+        if trains:
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
             self._gradients.shares.append((share, live.hooks))
@@ -178,6 +216,16 @@ def _become(frozen: ShardedParameter, trained: ShardedParameter) -> ShardedParam
             "requires_grad = True between steps"
         ) from error
     return frozen
+
+
+def _changes(share: ShardedParameter, held: torch.Tensor | None, *, counted: bool) -> torch.Tensor:
+    """Mask of the changed elements of this rank's piece. It had the values ``held``, by default its masters; whether
+    torch has ``counted`` a write decides where there is no other copy of them."""
+    piece = share.spec.cut(share.live.compute_tensor.detach())
+    original = (share.piece.detach() if held is None else held).to(piece)
+    if original.data_ptr() == piece.data_ptr():  # the piece is the master, which has no other copy
+        return torch.full_like(piece, counted, dtype=torch.bool)
+    return (piece != original) & ~(piece.isnan() & original.isnan())
 
 
 def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:

@@ -49,13 +49,9 @@ class Spreads:
         differences: bool = False,
         only: Mapping[int, Collection[int]] | None = None,
     ) -> None:
-        """Cast the new values of units' masters into their P shards.
-
-        Args:
-            indices: Numbers of the units.
-            differences: Whether to include buffers whose spreads carry differences from the masters.
-            only: By unit, the identities of the parameters that have new values; all by default.
-        """
+        """Cast the new values of units' masters into their P shards. ``differences`` includes buffers whose spreads
+        carry differences from the masters; ``only`` has by unit the identities of the parameters that have new values,
+        all by default."""
         self.invalidate(indices, only)
         if self._on_host:
             self.visit(indices)
@@ -82,12 +78,8 @@ class Spreads:
             torch._foreach_copy_(places, values)
 
     def start(self, *, exactly: bool = False, only: Set[int] | None = None) -> None:
-        """Start spreading P shards.
-
-        Args:
-            exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
-            only: Numbers of the units to spread, the same on every rank; all by default.
-        """
+        """Start spreading the P shards of units, the same on every rank; all by default. A plan that spreads
+        differences may spread the values themselves this time, ``exactly`` and without a codec."""
         for batch in self._programs.spreads:
             if only is None or not only.isdisjoint(batch):
                 self.start_batch(batch, exactly=exactly, only=only)

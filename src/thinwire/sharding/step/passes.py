@@ -1,7 +1,6 @@
 """The passes of one model: turns the events that its hooks report into actions of units, reducer and schedule.
 
-A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``. The
-file is long because these events are read one after another.
+A unit's life is ``pre_forward``, ``post_forward``, ``pre_backward``, ``all_gradients`` and ``post_backward``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.autograd import Variable
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes.workers import Mark
+from thinwire.sharding.lanes.streams import Mark
 from thinwire.sharding.params.param_group import State, Unit, start_gathers
 from thinwire.sharding.step.pinned_units import Holds, recomputing
 from thinwire.sharding.step.schedule import Schedule
@@ -60,13 +59,11 @@ class PassState:
 
     def __init__(self, num_units: int) -> None:
         self.inside = self.is_plain = self.records = False
+        self.had_backward = self.waits_for_backward = False
         self._opened: list[Unit] = []
-        self.present = Pass.IDLE
-        self.before = Pass.IDLE
+        self.present = self.before = Pass.IDLE
         self.at: Moment = (Phase.STEP, -1)
         self.began: list[Mark] = [None] * num_units
-        self.had_backward = False
-        self.waits_for_backward = False
 
     def enter(self, present: Pass) -> None:
         """Change the pass that the model is in."""
@@ -99,11 +96,8 @@ class Delivery(Protocol):
 
 
 class Passes:
-    """The passes of one model.
-
-    Args:
-        before_computing: Called before parameters are used for computation.
-        after_last: Called after a step's last backward.
+    """The passes of one model. ``before_computing`` is called before parameters are used for computation, and
+    ``after_last`` after a step's last backward.
 
     Attributes:
         root_unit: Number of the unit that was called outside of the model's forward, so that its own forward is the
@@ -152,8 +146,7 @@ class Passes:
         self._taken: dict[int, list[torch.Tensor]] = {}
         self._taken_elements = 0
         self._sizes: dict[int, int] = {}
-        self.evaluates_from_secondary = False
-        self.may_be_unreported = False
+        self.evaluates_from_secondary = self.may_be_unreported = False
 
     def deliver_by(self, index: int, delivery: Delivery) -> None:
         """Let an object take the gradients of a unit, in the place of the one before."""
@@ -274,7 +267,7 @@ class Passes:
                 start_gathers(self._units, batches)
             unit.need(from_secondary=reuse)
         else:
-            self._schedule.note_forward(moment)
+            self._schedule.forward_event(moment)
             unit.join_spread()
         state.began[index] = self._lanes.recorder.mark() if self._lanes.recorder.timeline is not None else None
 
@@ -316,9 +309,6 @@ class Passes:
         if (began := state.began[index]) is not None:
             self._lanes.recorder.computed(f"forward {unit.name}", began)
             state.began[index] = None
-        if not self._is_sharded:
-            self._schedule.note_forward(moment)
-            return
         self._schedule.forward_event(moment)
         if not unit.sharded:
             return
@@ -330,12 +320,11 @@ class Passes:
 
     def leave_root_unit(self, index: int) -> None:
         """Handle the end of a unit's forward, which may have failed. It ends the pass if the unit was called alone."""
-        if index != self.root_unit:
-            return
-        self._root_depth -= 1
-        if not self._root_depth:
-            self.root_unit = None
-            self.leave_forward()
+        if index == self.root_unit:
+            self._root_depth -= 1
+            if not self._root_depth:
+                self.root_unit = None
+                self.leave_forward()
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
         """Handle a backward that reaches a unit's outputs. ``will_leave``: whether the unit stays open until
@@ -374,8 +363,7 @@ class Passes:
 
     def gradients_ready(self, index: int) -> None:
         """Handle the last gradient of a unit."""
-        moment = self._grads_ready[index]
-        self.state.at = moment
+        moment = self.state.at = self._grads_ready[index]
         self._schedule.backward.append(moment)
         if (began := self.state.began[index]) is not None:
             self._lanes.recorder.computed(f"backward {self._units[index].name}", began)
@@ -384,8 +372,7 @@ class Passes:
         self._free_if_left(index)
 
     def expect_input_gradient(self, index: int) -> None:
-        """Handle the gradients of a unit's parameters that come before that of its input: the unit stays open until
-        :meth:`post_backward` or the end of the backward."""
+        """Handle the gradients of a unit's parameters that come before that of its input, which needs the unit."""
         self.begin()
         self._open_calls[index] += 1
 

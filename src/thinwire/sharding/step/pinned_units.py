@@ -20,10 +20,8 @@ def recomputing() -> bool:
 
 
 class Holds:
-    """Frees units, unless code outside the program may still read them.
-
-    Args:
-        before_gathering: Called before all parameters are gathered for reading.
+    """Frees units, unless code outside the program may still read them. ``before_gathering`` is called before all
+    parameters are gathered for reading.
 
     Attributes:
         reads: Units that were read outside their own forward. No hook runs when such a reader is done, so they stay

@@ -98,15 +98,9 @@ class Programs:
         unit_by_unit: bool = False,
         fragments: tuple[int, ...] = (),
     ) -> StepProgram:
-        """The program of a step.
-
-        Args:
-            micro_batches: Forward and backward passes per step.
-            clip: Whether ranks add up the gradient norm.
-            trace: Order of units; default: the adopted trace.
-            unit_by_unit: Whether every unit is reduced in a bucket of its own.
-            fragments: Fragments that the step begins to exchange with other islands.
-        """
+        """The program of a step with so many forward and backward passes, which may add up the gradient norm to
+        ``clip``, follows the adopted trace by default, and begins to exchange ``fragments`` with other islands. With
+        ``unit_by_unit``, every unit is reduced in a bucket of its own."""
         return self._lowered(trace or self._trace_so_far(), micro_batches, clip, unit_by_unit, fragments)
 
     def _lower(
@@ -242,7 +236,7 @@ class Schedule:
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.
         order: Hash of this step's events that must have the same order on all ranks.
-        forward: Forward events of the current micro-batch so far; :meth:`note_forward` appends them.
+        forward: Forward events of the current micro-batch so far.
         backward: Its backward events so far. Whoever sees that a unit's gradients are ready, that its input gradient is
             next, or that the backward has left the unit, appends an event, which moves no cursor.
     """
@@ -297,14 +291,9 @@ class Schedule:
         if len(self.forward) + len(self._unrecorded) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs, or could, and never run backward
         if len(self.order.events) >= MOST_EVENTS:
-            self.order.go_on(self.order.value, [])  # a hash instead of a long list
+            self.order.prefix, self.order.events = self.order.value, []  # a hash instead of a long list
 
     # -- events ------------------------------------------------------------------------------------------------
-
-    def note_forward(self, moment: Moment) -> None:
-        """Record that a unit's forward begins or ends."""
-        self.forward.append(moment)
-        self.order.events.append(moment)
 
     def note_unrecorded(self, moment: Moment) -> None:
         """Note an event of a forward without a graph, which counts if the backward repeats the forward."""
@@ -315,7 +304,7 @@ class Schedule:
         self.forward.append(moment)
         self.order.events.append(moment)
         trace = self.programs.trace
-        if trace is None or self._deviated or self._whole:
+        if self._whole or trace is None or self._deviated:
             return ()
         position = len(self.forward) - 1
         if position >= len(trace.forward) or trace.forward[position] != moment:
@@ -374,17 +363,12 @@ class Schedule:
             self.programs.adopt(proposed)
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """Begin a micro-batch, to which all following events belong.
-
-        Args:
-            number: Number of the micro-batch, from 0.
-            last: Whether its backward is the step's last.
-        """
+        """Begin the micro-batch of a number, from 0, to which all following events belong; ``last`` says whether its
+        backward is the step's last."""
         self.micro_batch, self.last, self._place = number, last, place_of(number, last=last)
 
     def select(self, number: int, *, last: bool) -> None:
-        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
-        the arguments."""
+        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch`."""
         self._parked[self.micro_batch] = self.forward, self._unrecorded
         self.forward, self._unrecorded = self._parked.pop(number, ([], []))
         self.begin_micro_batch(number, last=last)
@@ -401,7 +385,7 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order.go_on(0, [])
+        self.order.prefix, self.order.events = 0, []
         self.backwards = 0
 
     @contextlib.contextmanager
@@ -409,13 +393,13 @@ class Schedule:
         """Forget the forwards in this block that have no backward there. Ranks may run different ones."""
         before = self.backwards, self.micro_batch
         forward, unrecorded = list(self.forward), list(self._unrecorded)
-        order, deviated = self.order.saved(), self._deviated
+        order, deviated = (self.order.prefix, list(self.order.events)), self._deviated
         try:
             yield
         finally:
             if before == (self.backwards, self.micro_batch):
                 self.forward[:], self._unrecorded[:] = forward, unrecorded
-                self.order.go_on(*order)
+                self.order.prefix, self.order.events = order
                 self._deviated = deviated
 
     # -- what the program says ---------------------------------------------------------------------------------
@@ -452,28 +436,21 @@ class _OrderHash:
 
     Attributes:
         events: The newest events; whoever notes an event appends it.
+        prefix: Hash of earlier events of the step, which are not in the list any more; 0 for none.
     """
 
     def __init__(self) -> None:
         self.events: list[Moment] = []
-        self._prefix = 0  # hash of earlier events of the step, which are not in the list any more
+        self.prefix = 0
         self._known: tuple[list[Moment], int, int] = ([], 0, 0)  # events, the hash before them, the hash after them
-
-    def saved(self) -> tuple[int, list[Moment]]:
-        """The hash of earlier events, and a copy of those since, for :meth:`go_on`."""
-        return self._prefix, list(self.events)
-
-    def go_on(self, prefix: int, events: list[Moment]) -> None:
-        """Go on from the hash of earlier events, 0 for none, and those since."""
-        self._prefix, self.events = prefix, events
 
     @property
     def value(self) -> int:
         """The hash of all events."""
         events, prefix, value = self._known
-        if prefix != self._prefix or events != self.events:
-            value = self._prefix
+        if prefix != self.prefix or events != self.events:
+            value = self.prefix
             for phase, unit in self.events:
                 value = (value * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK
-            self._known = list(self.events), self._prefix, value
+            self._known = list(self.events), self.prefix, value
         return value

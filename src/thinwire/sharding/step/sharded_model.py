@@ -14,8 +14,7 @@ from thinwire.collectives.group import Meter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.grads.optimizer_shards import OwnedFragment, fragments_of
-from thinwire.sharding.grads.unit_gradient import UnitGradient
+from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient, fragments_of
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.params.param_group import Unit

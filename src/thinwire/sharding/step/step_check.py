@@ -16,7 +16,7 @@ from thinwire.collectives.all_gather import gather_rows
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, any_gathered, control_bytes
 from thinwire.sharding.grads.reducer import Reducer
-from thinwire.sharding.lanes.lanes import read_later
+from thinwire.sharding.lanes.streams import read_later
 from thinwire.sharding.params.write_audit import WriteAudit
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -69,7 +69,7 @@ class UsedGradients:
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
         self._count([info.parameters for info in infos])
         self.mine = bytearray(sum(self._counts))
-        self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
+        self._before = bytearray(self.mine)  # the state before the current backward, in case the backward fails
         self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
         self.all_used = False
 
@@ -80,17 +80,13 @@ class UsedGradients:
 
     def extend(self, infos: Sequence[UnitInfo]) -> None:
         """Take further trainable parameters, which come last in their units and have no gradients."""
-        spans = list(zip(self._first_bit, self._counts, strict=True))
+        ends = [first + count for first, count in zip(self._first_bit, self._counts, strict=True)]
+        added = [info.parameters - count for info, count in zip(infos, self._counts, strict=True)]
+        for end, new in reversed(list(zip(ends, added, strict=True))):
+            for flags in (self.mine, self._before, *(() if self._anywhere is None else (self._anywhere,))):
+                flags[end:end] = [False] * new
         self._count([info.parameters for info in infos])
-        added = [count - before for count, (_, before) in zip(self._counts, spans, strict=True)]
-
-        def extended(flags: Sequence[int]) -> list[int]:
-            of_units = zip(spans, added, strict=True)
-            return [flag for (first, count), new in of_units for flag in (*flags[first : first + count], *[0] * new)]
-
-        self.mine, self._before = bytearray(extended(self.mine)), bytes(extended(self._before))
-        if self._anywhere is not None:
-            self.learn([bool(flag) for flag in extended(self._anywhere)])
+        self.all_used = self._anywhere is not None and all(self._anywhere)
 
     def note(self, unit: int, slot: int) -> None:
         """Record that this rank has a gradient for a parameter."""
@@ -103,7 +99,7 @@ class UsedGradients:
 
     def begin_backward(self) -> None:
         """Begin a backward, which adds gradients."""
-        self._before = bytes(self.mine)
+        self._before = bytearray(self.mine)
         self._anywhere, self.all_used = None, False
 
     def undo_backward(self, lost: Collection[int]) -> None:
@@ -245,16 +241,9 @@ class StepCheck:
     # -- the combined gradients --------------------------------------------------------------------------------
 
     def multiply_gradients(self, factor: torch.Tensor | float) -> bool:
-        """Multiply the combined gradients by a factor after :meth:`close`, and divide them by the loss scale that they
-        still contain, in one pass.
-
-        Args:
-            factor: The factor; on the device 0-D, fp64.
-
-        Returns:
-            Whether gradients have changed. A factor on the device counts as a change, because the host does not know
-            it.
-        """
+        """Multiply the combined gradients by a factor (on the device 0-D, fp64) after :meth:`close`, and divide them by
+        the loss scale that they still contain, in one pass. Returns whether they have changed. A factor on the device
+        counts as a change, because the host does not know it."""
         assert self.result is not None
         arenas, total = self._sharded.arenas, factor / self.gradient_scale
         self.result = replace(self.result, norm=self.result.norm * factor, unscaled=True)
@@ -271,16 +260,9 @@ class StepCheck:
         return total != 1.0
 
     def clip_gradients(self, norm: torch.Tensor, max_norm: float) -> bool:
-        """Scale the combined gradients so that the norm of the whole model is at most ``max_norm``. As in torch, a norm
-        that is not finite spoils them, so that it does not go unnoticed.
-
-        Args:
-            norm: Norm of the whole model's gradient; 0-D, fp64.
-            max_norm: Upper bound of the norm.
-
-        Returns:
-            Whether gradients have changed; see :meth:`multiply_gradients`.
-        """
+        """Scale the combined gradients so that the norm of the whole model (0-D, fp64) is at most ``max_norm``; returns
+        what :meth:`multiply_gradients` does. As in torch, a norm that is not finite spoils them, so that it does not go
+        unnoticed."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         changed = self.multiply_gradients(float(factor) if self._sharded.world is None else factor)
         self.spoil(norm)
@@ -295,12 +277,8 @@ class StepCheck:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _measured_norm(self) -> torch.Tensor:
-        """The L2 norm of the model's gradient over all ranks: make a pass over this rank's share as its gradients
-        arrive, and exchange the result.
-
-        Returns:
-            The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
-        """
+        """The L2 norm of the model's gradient over all ranks, where :class:`StepResult` has it: make a pass over this
+        rank's share as its gradients arrive, and exchange the result."""
         sharded, world = self._sharded, self._sharded.world
         mine = torch.zeros((), dtype=torch.float64, device=sharded.device)
         # Replicas of a share count once, and so do parameters that all tensor-parallel ranks hold.
@@ -332,11 +310,8 @@ class StepCheck:
         return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
-        """Check that all ranks ran the same step.
-
-        Returns:
-            For each trainable parameter, whether any rank had a gradient.
-        """
+        """Check that all ranks ran the same step; returns for each trainable parameter whether any rank had a
+        gradient."""
         unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
         written = self.audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
@@ -385,16 +360,7 @@ def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def exchange_bytes(sharded: ShardedModel, payload: bytes, size: int) -> list[bytes]:
-    """All-gather bytes of each rank on the host.
-
-    Args:
-        sharded: The model.
-        payload: This rank's bytes.
-        size: Number of bytes that each rank sends; shorter payloads are filled up with zeros.
-
-    Returns:
-        The bytes of each rank, by rank.
-    """
+    """All-gather ``size`` bytes of each rank on the host, by rank; shorter payloads are filled up with zeros."""
     group = sharded.axes[Axis.WORLD, Lane.CONTROL]
     row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
     with sharded.lanes.waiting(Lane.CONTROL):  # for the slowest rank, above all
