@@ -57,6 +57,24 @@ def test_workers_load_the_version_that_they_are_told(worker: Worker, tmp_path: P
     assert holds(worker, 3)
 
 
+def test_models_get_experts_as_files_of_transformers_have_them(worker: Worker, tmp_path: Path) -> None:
+    config = pytest.importorskip("transformers").Qwen3MoeConfig(num_hidden_layers=1)
+    name, given = "model.layers.0.mlp.experts", dict[str, list[float]]()
+    pieces = [Piece(f"{name}.gate_up_proj", (2, 4, 1), "float32", 0, 8), Piece("q", (8,), "float32", 0, 8)]
+    write_version(tmp_path, 1, pieces, values)
+    follow(worker, tmp_path)
+    worker.engine.model_config.hf_config = config
+    worker.model.load_weights = lambda weights: given.update({key: value.flatten().tolist() for key, value in weights})
+    worker.update(version=1)
+    assert given == {
+        f"{name}.0.gate_proj.weight": [1.0, 2.0],
+        f"{name}.0.up_proj.weight": [3.0, 4.0],
+        f"{name}.1.gate_proj.weight": [5.0, 6.0],
+        f"{name}.1.up_proj.weight": [7.0, 8.0],
+        "q": [9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0],
+    }
+
+
 def test_versions_are_read_ahead(worker: Worker, tmp_path: Path) -> None:
     publish(tmp_path, 1)
     follow(worker, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.weights import write_version
+from tests.support.weights import differences, write_version
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -38,6 +39,53 @@ def held(directory: Path) -> int:
     version = int(tensors["n"])
     assert tensors["a"].equal(values(version)["bfloat16"])
     return version
+
+
+CONFIG = {
+    "model_type": "mixtral",
+    **{"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "vocab_size": 16, "num_local_experts": 3, "num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("architectures", [None, ["MixtralForCausalLM"]])
+def test_experts_are_kept_as_files_of_transformers_have_them(
+    tmp_path: Path, architectures: list[str] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**CONFIG)).bfloat16()
+    weights = model.state_dict()
+    pieces = [Piece(name, tuple(value.shape), "bfloat16", 0, value.numel()) for name, value in weights.items()]
+    joined = torch.cat([value.reshape(-1) for value in weights.values()])
+    directory, config = tmp_path / "model", tmp_path / "model" / "config.json"
+    subscriber = tw.Subscriber(str(tmp_path), directory)
+    config.write_text(json.dumps({**CONFIG, "architectures": architectures}))
+    for version in (1, 2):
+        write_version(tmp_path, version, pieces, lambda version: {"bfloat16": joined * version})
+        assert subscriber.update() == version
+        model.load_state_dict({name: value * version for name, value in weights.items()})
+        model.save_pretrained(tmp_path / "theirs")
+        ours, theirs = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "theirs"))
+        assert "model.layers.0.block_sparse_moe.experts.2.w3.weight" in theirs
+        assert differences(ours, theirs) == []
+        model.load_state_dict(weights)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        assert differences(loaded.state_dict(), subscriber.state_dict()) == []
+        subscriber.close()
+        (delta,) = tmp_path.glob("*delta*") if version == 2 else [None]
+        nbytes = subscriber.nbytes
+        subscriber = tw.Subscriber(str(tmp_path), directory)
+        assert subscriber.version == version
+        assert delta is None or nbytes == delta.stat().st_size  # it went on from its file
+    subscriber.close()
+    config.unlink()
+    with contextlib.closing(tw.Subscriber(str(tmp_path), directory)) as subscriber:
+        assert subscriber.version is None
+        assert "config.json, or transformers, cuts the weights otherwise" in caplog.text
+        config.write_text(json.dumps(CONFIG))
+        monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+        with pytest.raises(UsageError, match=r"hold every expert by itself.* install thinwire\[transformers\] here"):
+            subscriber.update()
 
 
 def test_a_subscriber_goes_on_from_its_file(tmp_path: Path) -> None:

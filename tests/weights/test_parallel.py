@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import on_ranks
 from tests.support.training.grids import Kind, batches, build, plan_for, train, whole_parameters
 from tests.support.weights import differences
 from torch import nn
 
 import thinwire as tw
+from thinwire.errors import UsageError
 from thinwire.testing import RankPool, run_ranks
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Llama, LlamaConfig
@@ -75,6 +77,14 @@ def test_a_model_that_is_cut_arrives_whole(
 ) -> None:
     plan = plan_for(*grid, **fields)
     assert run_ranks(plan.ranks, rank_of_a_grid, str(tmp_path), kind, plan) == [[]] * plan.ranks
+
+
+@on_ranks(2)
+def test_prefixes_are_those_of_any_stage(tmp_path: Path) -> None:
+    parallel = tw.parallelize(build("gpt"), plan_for(1, 1, 2), loss=cross_entropy)
+    with pytest.raises(UsageError, match=r"prefix = 'model\.': no name of the model begins with it"):
+        tw.publisher(parallel, str(tmp_path), prefix="model.")
+    tw.publisher(parallel, str(tmp_path), prefix="lm_head.").close()
 
 
 def rank_of_experts(store: str, plan: tw.Plan) -> list[str]:

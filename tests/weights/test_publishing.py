@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.ranks import on_ranks
 from tests.support.training.edge import build, samples
 from tests.support.training.models import Stack
 from tests.support.weights import differences
@@ -22,6 +23,7 @@ import thinwire as tw
 from thinwire.errors import UsageError, WireError
 from thinwire.testing import RankError, RankPool, run_ranks
 from thinwire.weights import publishing
+from thinwire.weights.parts import Name
 from thinwire.weights.publishing import Publisher
 from thinwire.weights.stores import Store
 
@@ -143,11 +145,14 @@ def resumed(store: str, checkpoint: str) -> list[str]:
     tw.save(model, optim, checkpoint)
     again = made("zero1")
     tw.load(*again, checkpoint)
+    (Path(store) / str(Name(publisher._run, 5, 3, "delta", 0, WORLD))).touch()  # as of a version that a kill cut short
+    torch.distributed.barrier()
     successor = tw.publisher(again[0], store)
+    assert successor.version == 0
     train(*again, 3)
     successor.step()
     settled(successor)
-    assert subscriber.update() == 1
+    assert subscriber.update() == successor.version == 6  # no number means versions of both
     found = differences(subscriber.state_dict(), expected(again[0]))
     for _ in range(2):  # the first publisher, had it lived on, would have learned of the second one
         publisher.step()
@@ -351,6 +356,27 @@ def test_a_last_version_that_does_not_arrive_is_said(
 def test_numbers_are_checked(number: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{number} = {value}"):
         tw.publisher(nn.Linear(1, 1), "x", **{number: value})
+
+
+def in_modules(beside: str) -> nn.Module:
+    """A layer in a module in a module, each with a parameter ``weight``, and a buffer beside the outermost."""
+    model = nn.Module()
+    model.model = nn.Linear(2, 2)
+    model.model.model = nn.Linear(2, 2)
+    model.register_buffer(beside, torch.zeros(2))
+    return tw.shard(model, tw.Plan.preset("zero3", nodes=1, local=2))
+
+
+@on_ranks(2)
+def test_a_prefix_that_does_not_tell_tensors_apart_is_refused(tmp_path: Path) -> None:
+    model = in_modules("weight")
+    for prefix, problem in {
+        "model.": r"model\.weight would be published as weight, which is the name of another tensor",
+        "model": "has no dot at its end",
+    }.items():
+        with pytest.raises(UsageError, match=rf"prefix = '{prefix}'.* {problem}"):
+            tw.publisher(model, str(tmp_path), prefix=prefix)
+    tw.publisher(in_modules("model_weight"), str(tmp_path), prefix="model.").close()
 
 
 def made_for(store: str) -> None:

@@ -13,6 +13,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from thinwire.errors import UsageError
 from thinwire.weights import Subscriber
+from thinwire.weights.files import in_files
 
 log = logging.getLogger("thinwire")
 
@@ -100,8 +101,9 @@ class ThinwireEngine(WeightTransferEngine):
             self._subscriber = None
 
     def _load(self, weights: Any) -> None:
+        of_files = in_files(dict(weights), self.model_config.hf_config)
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(weights)
+        self.model.load_weights(of_files.items())
         finalize_layerwise_reload(self.model, self.model_config)
 
 

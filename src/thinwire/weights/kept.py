@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -16,10 +17,14 @@ from safetensors.torch import save_file
 
 from thinwire.checkpoint.durable import make_directory, rename_file, unlock
 from thinwire.errors import UsageError
+from thinwire.weights.files import from_files, in_files
 
 log = logging.getLogger("thinwire")
 
 _KEYS: Final = ("run", "version", "step")
+
+_CUT: Final = "thinwire.cut"
+"""Key of the shapes and dtypes of the weights, where the file has other tensors: see :func:`in_files`."""
 
 
 class KeptVersion:
@@ -61,6 +66,14 @@ class KeptVersion:
                 run, version, step = [(file.metadata() or {})[f"thinwire.{key}"] for key in _KEYS]
                 # Not views of the file, so that versions may be put in their place.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+                cut = json.loads(file.metadata().get(_CUT, "null"))
+            if cut is not None:
+                whole = {
+                    name: torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                    for name, (shape, dtype) in cut.items()
+                }
+                from_files(tensors, whole, self._path.parent)
+                tensors = whole
             self._saved = run, int(version)
             return run, int(version), int(step), tensors
         except FileNotFoundError:
@@ -74,11 +87,17 @@ class KeptVersion:
 
         Raises:
             OSError: It cannot be written; the file stays as it is.
-            UsageError: A tensor has a dtype that such files lack; the file stays as it is.
+            UsageError: A tensor has a dtype that such files lack, or it takes transformers; the file stays as it is.
         """
         if self._saved == (run, version):
             return
         metadata = {f"thinwire.{key}": str(value) for key, value in zip(_KEYS, (run, version, step), strict=True)}
+        if self._path.with_name("config.json").exists():
+            whole, tensors = tensors, in_files(tensors, self._path.parent)
+            if tensors is not whole:
+                tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+                cut = {name: (tensor.shape, str(tensor.dtype).removeprefix("torch.")) for name, tensor in whole.items()}
+                metadata[_CUT] = json.dumps(cut)
         draft = self._drafts / self._path.name
         self._drafts.mkdir(exist_ok=True)
         try:

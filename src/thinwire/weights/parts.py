@@ -16,7 +16,7 @@ import math
 import re
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Self
 
@@ -121,7 +121,7 @@ class Name:
 
     Attributes:
         run: The publisher's life. Its number is larger than that of any run that was there when it began.
-        version: Number of the version, from 1.
+        version: Number of the version, from 1, or after that of any earlier run that was there when this one began.
         parent: The version that a delta begins from; 0 for an anchor.
         kind: Kind of the part.
         part: Number of the part, from 0.
@@ -151,11 +151,12 @@ class Name:
         return name if name.part < name.parts and name.parent < name.version else None
 
 
-def new_run(names: Iterable[Name]) -> str:
-    """The name of a run that begins now, after all that have these parts. Of two that begin at once, one comes after
-    the other by chance."""
+def new_run(names: Collection[Name]) -> tuple[str, int]:
+    """The name of a run that begins now, after all that have these parts, and their last version, which its own come
+    after: a number alone says which version is meant. Of two that begin at once, one comes after the other by
+    chance."""
     number = 1 + max((int(name.run.partition("-")[0]) for name in names), default=0)
-    return f"{number:06}-{secrets.token_hex(4)}"
+    return f"{number:06}-{secrets.token_hex(4)}", max((name.version for name in names), default=0)
 
 
 def run_of(text: str) -> str:

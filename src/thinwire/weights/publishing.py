@@ -20,6 +20,7 @@ from thinwire.agreement import Typed
 from thinwire.errors import UsageError
 from thinwire.parallel import ParallelModel
 from thinwire.sharding.checkpointing.names import stored
+from thinwire.sharding.checkpointing.stored_parameters import persistent_buffers
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.units import whole
@@ -29,7 +30,9 @@ from thinwire.weights.stores import Store
 
 log = logging.getLogger("thinwire")
 
-_RUN: Final[Typed[str]] = Typed(str)
+_RUN: Final[Typed[tuple[str, int]]] = Typed(tuple[str, int])
+
+_NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 _State = tuple[str, str, bool]
 """State of a rank's last version, the run of a publisher that has taken over, whether receivers need an anchor."""
@@ -71,17 +74,13 @@ def publisher(
     On the host, a rank keeps up to three versions of what it owns: the one being written, the last, and the last rung.
 
     Raises:
-        UsageError: A number is too small, no name begins with the prefix, the store cannot be read, or the plan has
-            elastic islands.
+        UsageError: A number is too small, the store cannot be read, the plan has elastic islands, no name begins with
+            the prefix, or it does not end with a dot, or two tensors would get one name.
     """
     every, anchor_every = whole("every", every), whole("anchor_every", anchor_every)
     fold_every = whole("fold_every", fold_every, 0)
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
     runtimes = [runtime_of(part) for part in parts]
-    names = [stored(name) for part in parts for name, _ in part.named_parameters()]
-    matches = isinstance(prefix, str) and any(name.startswith(prefix) for name in names)
-    if not matches and names and runtimes[0].plan.pp == 1:  # else another stage may have such names
-        raise UsageError(f"prefix = {prefix!r}: no name of the model begins with it; they look like {names[0]!r}")
     return Publisher(runtimes, Store(store), every, anchor_every, fold_every, prefix)
 
 
@@ -102,7 +101,8 @@ class Publisher:
     """Publishes versions; see :func:`publisher`.
 
     Attributes:
-        version: The last version that all ranks have begun to write; 0 before the first.
+        version: The last version that all ranks have begun to write; 0 before the first. No earlier publisher whose
+            versions were in the store has used the number.
         skipped: Versions that were left out, because the store was slow or could not be written.
         nbytes: Bytes that this rank has written.
         error: Why the last version of this rank could not be written; ``None`` if it was.
@@ -114,6 +114,8 @@ class Publisher:
         if runtimes[0].plan.is_elastic:
             raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
         _refuse_packed(runtimes)
+        if prefix != "":
+            _check_prefix(prefix, runtimes)
         self._runtimes, self._store, self._prefix = runtimes, store, prefix
         self._every, self._anchor_every, self._fold_every = every, anchor_every, fold_every
         self._ranks = runtimes[0].control
@@ -131,7 +133,8 @@ class Publisher:
         self._left_out = False  # whether the weights of the last step are in no version
         self._ended = self._is_alone = False
         first = self._ranks.rank == 0
-        self._run = max(self._ranks.agree(lambda: new_run(store.checked().names()) if first else "", _unreadable, _RUN))
+        runs = self._ranks.agree(lambda: new_run(store.checked().names()) if first else ("", 0), _unreadable, _RUN)
+        self._run, self._earlier = max(runs)  # the last version of publishers before this one
 
     def step(self) -> None:
         """Publish the weights if it is their turn. Collective. Returns while they are being written."""
@@ -179,7 +182,7 @@ class Publisher:
     def _begin(self) -> None:
         """Begin to write a version."""
         self._left_out = False
-        self.version += 1
+        self.version = 1 + max(self.version, self._earlier)
         is_due = self._base is None or self.version - self._anchors[-1] >= self._anchor_every
         is_anchor = is_due or self._anchor_wanted
         fold = self._fold_every
@@ -274,6 +277,28 @@ class Publisher:
 
 def _are_busy(states: Sequence[_State]) -> bool:
     return any(state == "busy" for state, _, _ in states)
+
+
+def _check_prefix(prefix: str, runtimes: Sequence[Runtime]) -> None:
+    """Check that names can be told apart without their prefix. Collective, as stages have names of their own.
+
+    Raises:
+        UsageError: They cannot, or the prefix is none; on every rank.
+    """
+    models = [runtime.sharded.model for runtime in runtimes]
+    mine = [stored(name) for model in models for name, _ in (*model.named_parameters(), *persistent_buffers(model))]
+    names = [name for theirs in runtimes[0].control.all_gather_typed(mine, _NAMES) for name in theirs]
+    begin = {name for name in names if isinstance(prefix, str) and name.startswith(prefix)}
+    if names and not begin:
+        raise UsageError(f"prefix = {prefix!r}: no name of the model begins with it; they look like {names[0]!r}")
+    if begin and not prefix.endswith("."):
+        raise UsageError(f"prefix = {prefix!r} has no dot at its end: give a module's name and a dot, as 'model.'")
+    if doubled := {name.removeprefix(prefix) for name in begin} & (set(names) - begin):
+        name = min(doubled)
+        raise UsageError(
+            f"prefix = {prefix!r}: {prefix}{name} would be published as {name}, which is the name of another tensor: "
+            "rename one of them, or publish without the prefix"
+        )
 
 
 def _refuse_packed(runtimes: Sequence[Runtime]) -> None:

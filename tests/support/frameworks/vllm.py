@@ -118,7 +118,7 @@ class Worker:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         config = SimpleNamespace(backend="thinwire")
-        vllm_config = SimpleNamespace(model_config=None, parallel_config=None)
+        vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=None), parallel_config=None)
         self.engine = WeightTransferEngineFactory.create_engine(config, vllm_config, torch.device("cpu"), self.model)
 
     def update(self, **update_info: Any) -> None:

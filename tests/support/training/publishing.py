@@ -115,7 +115,7 @@ def _rank(store: str) -> None:
         optim.zero_grad()
         with tw.full_parameters(sharded):
             held = digest(sharded.state_dict().items())
-        _say({"run": publisher._run, "version": publisher.version + 1, "digest": held})
+        _say({"run": publisher._run, "version": max(publisher.version, publisher._earlier) + 1, "digest": held})
         Store.write = _slow if how == "slow" else _write  # type: ignore[method-assign]
         limit = 64 if how == "full" and rank == RANKS - 1 else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -14,10 +14,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.initial import Region
+from thinwire.weights.files import Views
 
 
 @final
@@ -93,18 +93,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _as_stored(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    with _Views():
+    with Views():
         stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
     return stored
-
-
-class _Views(TorchFunctionMode):
-    """Returns the tensor itself where a contiguous copy is asked for, because a copy is no view of the original."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.contiguous:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def _part(name: str, view: Tensor, source: str, shape: Sequence[int]) -> FileTensor | None:
