@@ -212,7 +212,14 @@ def _throughput(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     mark_restarts(axes, run)
     dress(axes, "step", "tokens/s")
     add_legend(axes)
-    right = axes.secondary_yaxis("right", functions=(lambda tokens: tokens / seq, lambda samples: samples * seq))
+
+    def to_samples(tokens: Any) -> Any:
+        return tokens / seq
+
+    def to_tokens(samples: Any) -> Any:
+        return samples * seq
+
+    right = axes.secondary_yaxis("right", functions=(to_samples, to_tokens))
     right.set_ylabel("samples/s", color=light("ink"), fontsize=9)
     right.tick_params(colors=light("ink"), labelsize=8)
     right.spines["right"].set_color(light("line"))
