@@ -32,10 +32,9 @@ from thinwire.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from thinwire.checkpoint.storage import Chunk, ShardedVector
+from thinwire.checkpoint.storage import Chunk, ShardedVector, check_header
 from thinwire.checkpoint.store import write
 from thinwire.checkpoint.strict_json import dump_value
-from thinwire.checkpoint.tensor_files import check_header
 from thinwire.errors import CheckpointError
 
 MANIFEST = Manifest(

@@ -78,8 +78,12 @@ def fail(results: Sequence[object]) -> str:
     return message
 
 
+def part(numel: int, *chunks: tuple[int, torch.Tensor]) -> ShardedVector:
+    return ShardedVector(numel, tuple(Chunk(offset, tensor) for offset, tensor in chunks))
+
+
 def whole(tensor: torch.Tensor) -> ShardedVector:
-    return ShardedVector(tensor.numel(), (Chunk(0, tensor),))
+    return part(tensor.numel(), (0, tensor))
 
 
 def names(directory: Path) -> list[str]:
@@ -206,17 +210,8 @@ def test_the_files_are_plain_sharded_safetensors(tmp_path: Path) -> None:
     tensor = torch.arange(30.0)
     parts = [tensor[:11], tensor[11:20], tensor[20:]]
     offsets = [0, 11, 20]
-    succeed(
-        ranks(
-            3,
-            lambda seat: write(
-                tmp_path / "c",
-                {"k": ShardedVector(30, (Chunk(offsets[seat.rank], parts[seat.rank]),))},
-                {},
-                control=seat,
-            ),
-        )
-    )
+    vectors = [{"k": part(30, piece)} for piece in zip(offsets, parts, strict=True)]
+    succeed(ranks(3, lambda seat: write(tmp_path / "c", vectors[seat.rank], {}, control=seat)))
     table = HuggingFaceStorageReader(str(tmp_path / "c")).read_metadata().state_dict_metadata["k"]
     assert table.size == torch.Size([30])
     assert sorted(chunk.offsets[0] for chunk in table.chunks) == offsets
@@ -262,33 +257,24 @@ def test_lengths_must_agree(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[list[Vectors], str]] = {
     "overlap": (
-        [
-            {"k": ShardedVector(9, (Chunk(0, torch.ones(5)),))},
-            {"k": ShardedVector(9, (Chunk(4, torch.ones(5)),))},
-        ],
+        [{"k": part(9, (0, torch.ones(5)))}, {"k": part(9, (4, torch.ones(5)))}],
         "vector 'k': of all ranks' chunks, elements 4 to 5 of 9 are there twice",
     ),
     "gap": (
-        [
-            {"k": ShardedVector(9, (Chunk(0, torch.ones(4)),))},
-            {"k": ShardedVector(9, (Chunk(5, torch.ones(4)),))},
-        ],
+        [{"k": part(9, (0, torch.ones(4)))}, {"k": part(9, (5, torch.ones(4)))}],
         "vector 'k': of all ranks' chunks, elements 4 to 5 of 9 are missing",
     ),
-    "nobody": ([{"k": ShardedVector(9, ())}, {}], "elements 0 to 9 of 9 are missing"),
+    "nobody": ([{"k": part(9)}, {}], "elements 0 to 9 of 9 are missing"),
     "length": (
-        [{"k": ShardedVector(9, ())}, {"k": ShardedVector(8, ())}],
+        [{"k": part(9)}, {"k": part(8)}],
         "rank 1 says that vector 'k' has 8 elements, a rank before it says 9",
     ),
     "type": (
-        [
-            {"k": ShardedVector(2, (Chunk(0, torch.ones(1)),))},
-            {"k": ShardedVector(2, (Chunk(1, torch.ones(1).half()),))},
-        ],
+        [{"k": part(2, (0, torch.ones(1)))}, {"k": part(2, (1, torch.ones(1).half()))}],
         "vector 'k' is torch.float16 on rank 1, torch.float32 on a rank before it",
     ),
     "types": (
-        [{"k": ShardedVector(2, (Chunk(0, torch.ones(1)), Chunk(1, torch.ones(1).half())))}, {}],
+        [{"k": part(2, (0, torch.ones(1)), (1, torch.ones(1).half()))}, {}],
         "rank 0: vector 'k': its chunks have different types: float16, float32",
     ),
     "shape": ([{}, {"k": whole(torch.ones(2, 2))}], "rank 1: vector 'k': a chunk of shape [2, 2]"),
@@ -297,11 +283,11 @@ REFUSED: dict[str, tuple[list[Vectors], str]] = {
         "rank 0: vector 'k': a chunk of shape [2] and strides [2]",
     ),
     "bounds": (
-        [{"k": ShardedVector(3, (Chunk(1, torch.ones(3)),))}, {}],
+        [{"k": part(3, (1, torch.ones(3)))}, {}],
         "rank 0: vector 'k': a chunk of elements 1 to 4 is no part of 0 to 3",
     ),
     "offset": (
-        [{"k": ShardedVector(3, (Chunk(-1, torch.ones(3)),))}, {}],
+        [{"k": part(3, (-1, torch.ones(3)))}, {}],
         "rank 0: vector 'k': a chunk of elements -1 to 2 is no part of 0 to 3",
     ),
     "complex": (

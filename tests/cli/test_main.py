@@ -16,8 +16,7 @@ from typer.testing import CliRunner, Result
 import thinwire
 from thinwire.cli.main import app
 from thinwire.cli.terminal.console import plain_console
-from thinwire.cli.terminal.summary import summary_table
-from thinwire.cli.training.train import _finish, default_directory
+from thinwire.cli.training.train import _finish, default_directory, summary_table
 from thinwire.record import read_run
 from thinwire.report.charts import loss_chart
 from thinwire.report.drawing import write_png

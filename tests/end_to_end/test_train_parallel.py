@@ -24,8 +24,7 @@ from thinwire.testing import RankPool, run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import train_rank
+from thinwire.train.loop import StopRequest, train_rank
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Llama, LlamaBlock, LlamaConfig
 

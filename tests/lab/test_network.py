@@ -217,7 +217,7 @@ def test_a_share_of_packets_gets_lost_each_way(lab: Lab) -> None:
 @pytest.mark.slow
 def test_a_shape_that_fails_leaves_links_that_can_be_shaped(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("thinwire.lab.shaping._netem", lambda latency: "delay nonsense")
+        patch.setattr("thinwire.lab.network._netem", lambda latency: "delay nonsense")
         with pytest.raises(UsageError, match=r"latency = 0\.5"):
             lab.shape(50e6, latency=0.5)
     assert [link["qdisc"] for link in lab.namespaces.show(0, "link", "show")] == ["noqueue", "noqueue"]

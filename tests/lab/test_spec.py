@@ -11,10 +11,9 @@ import pytest
 from thinwire.cli.lab import parse_share
 from thinwire.errors import SpecError, UsageError
 from thinwire.lab import Lab, LabSpec, LinkShape
-from thinwire.lab.host import share_cores
 from thinwire.lab.job import default_environment, starts_ranks
-from thinwire.lab.network import address, hosts_file, switch_lines
-from thinwire.lab.shaping import FRAME, MAX_PACKET, burst, max_packet, shape_lines
+from thinwire.lab.lab import share_cores
+from thinwire.lab.network import FRAME, MAX_PACKET, address, burst, hosts_file, max_packet, shape_lines, switch_lines
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tests.support.loss_law import LAW, job
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cli.planning.answer import Answer
 from thinwire.cli.planning.islands import add_islands
+from thinwire.cli.planning.tables import Answer
 from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import IslandPlan, LossLaw, TrainingJob, candidate, island_plans, parse_budget, search

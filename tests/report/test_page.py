@@ -22,11 +22,11 @@ from typer.testing import CliRunner, Result
 from thinwire.cli.main import app
 from thinwire.errors import DataError, UsageError
 from thinwire.record import read_run, read_runs, steps_of
+from thinwire.report.charts import read_step
 from thinwire.report.figures import differences, figures
 from thinwire.report.page import Subject, write_page
-from thinwire.report.traced import read_step
 from thinwire.train.directory import RunDirectory
-from thinwire.train.observing.allocator import FIGURES
+from thinwire.train.observing.measure import FIGURES
 
 
 def report(*arguments: str | Path) -> Result:

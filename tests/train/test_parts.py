@@ -30,7 +30,7 @@ from thinwire.train import checkpoint as checkpoints
 from thinwire.train.checkpoint import Position
 from thinwire.train.directory import RunDirectory, write_json
 from thinwire.train.environment import agent
-from thinwire.train.launching.stop import StopRequest
+from thinwire.train.loop import StopRequest
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, tracked, truncate
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers

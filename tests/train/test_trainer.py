@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch.nn import functional
 
 import thinwire as tw
-from thinwire.cli.terminal.summary import summary_table
+from thinwire.cli.training.train import summary_table
 from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError, UsageError
 from thinwire.parallel import ParallelModel
@@ -34,9 +34,7 @@ from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.export.files import export
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import train_rank
-from thinwire.train.observing.islands import IslandWatch
+from thinwire.train.loop import StopRequest, train_rank
 from thinwire.train.observing.metrics import MetricsLog, StepRecord, read, tracked
 from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.trackers import Trackers
@@ -108,8 +106,8 @@ def test_an_island_that_enters_at_the_last_step_of_the_others_validates_and_save
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[int] = []
-    monkeypatch.setattr(IslandWatch, "enter", lambda watch, optimizer: setattr(watch.position, "step", 6))
-    monkeypatch.setattr(IslandWatch, "follow", lambda watch: None)
+    monkeypatch.setattr(Trainer, "enter_islands", lambda trainer: setattr(trainer.position, "step", 6))
+    monkeypatch.setattr(Trainer, "_follow_islands", lambda trainer: None)
     monkeypatch.setattr(ParallelModel, "join_islands", lambda model: joined.append(1))
     run, dataset = prepared(tmp_path, "train.tensorboard=false")
     run = dataclasses.replace(run, plan=run.plan.with_(islands={"count": 2, "elastic": True}))
@@ -316,7 +314,7 @@ def test_dropout_depends_on_the_seed_and_the_step_alone(tmp_path: Path) -> None:
     (resumed := make(tmp_path, *settings)).load(Checkpoint(step=2, path=path))
     assert losses(resumed, 1) == first[2:]
     resumed.position.step, drawn = 0, []
-    for resumed.watch.sampler in range(2):
+    for resumed.sampler in range(2):
         resumed._seed_dropout()
         drawn.append(float(torch.rand(())))
     assert drawn[0] != drawn[1], "ranks with data of their own draw masks of their own"

@@ -19,8 +19,7 @@ from zlib_ng.zlib_ng import crc32
 
 from thinwire.checkpoint.blocks import BLOCK_BYTES, Piece, as_bytes, read_ahead, read_into
 from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_size, os_reason
-from thinwire.checkpoint.storage import ShardedVector
-from thinwire.checkpoint.tensor_files import check_header
+from thinwire.checkpoint.storage import ShardedVector, check_header
 from thinwire.errors import CheckpointError
 
 

@@ -105,7 +105,10 @@ def convert(options: ConvertOptions) -> None:
 def _write(conversion: Conversion, options: ConvertOptions, console: Console) -> None:
     plan = conversion.plan()
     # Both files are complete before either is written.
-    recipe = None if options.recipe is None else _recipe(conversion, options, options.recipe)
+    recipe = None
+    if options.recipe is not None:
+        plan_file = None if options.plan is None else os.path.relpath(options.plan, options.recipe.parent)
+        recipe = conversion.recipe_toml(model=options.model, steps=options.steps, seq=options.seq, plan_file=plan_file)
     console.print(plan.describe())
     if options.plan is not None:
         plan.save(options.plan)
@@ -141,11 +144,6 @@ def _converted(options: ConvertOptions) -> Conversion:
     table = changed(read_source(options.source), settings, drops)
     is_accelerate = "fsdp_config" in table or "distributed_type" in table
     return (from_accelerate if is_accelerate else from_deepspeed)(table, ranks, str(options.source))
-
-
-def _recipe(conversion: Conversion, options: ConvertOptions, place: Path) -> str:
-    plan_file = None if options.plan is None else os.path.relpath(options.plan, place.parent)
-    return conversion.recipe_toml(model=options.model, steps=options.steps, seq=options.seq, plan_file=plan_file)
 
 
 def _show(conversion: Conversion, console: Console) -> None:

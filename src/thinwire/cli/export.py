@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from thinwire.cli.terminal.console import wide_console
+from thinwire.cli.terminal.console import shown, wide_console
 from thinwire.cli.terminal.errors import explained
-from thinwire.cli.terminal.summary import shown
 from thinwire.errors import SpecError
 from thinwire.units import format_bytes, parse_bytes
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from thinwire.cli.terminal.console import say, wide_console
+from thinwire.cli.terminal.console import say, shown, wide_console
 from thinwire.cli.terminal.errors import explained, writing
 from thinwire.cli.terminal.options import expand_options
-from thinwire.cli.terminal.summary import shown
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.extras import require
 from thinwire.report import print_sheet
@@ -76,7 +74,12 @@ def report(options: ReportOptions) -> None:
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
         console = wide_console(as_json=options.as_json)
         print_sheet(console, final_sheet(numbers))
-        say(console, *_missing(subjects, options.profile), *_culprits(subjects))
+        for subject in subjects:
+            name, culprit = subject.run.name, subject.culprit
+            if options.profile is not None and subject.comparison is None:
+                say(console, f"{name} is not compared with {options.profile}: {subject.unpredicted}")
+            if culprit is not None:
+                say(console, f"{name}: {culprit.sentence}", f"to measure it again: {culprit.command}")
         say(console, f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory")
         if options.as_json:
             print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
@@ -113,23 +116,3 @@ def _comparison(run: RunRecord, profile: Path | None) -> RunComparison:
     if chosen is None:
         raise UsageError("the run has no profile of its cluster; add --profile FILE (thinwire profile)")
     return compare(run.path, Profile.read(chosen))
-
-
-def _culprits(subjects: Sequence[Subject]) -> list[str]:
-    """Two lines about each run of which a part is most wrong: which, and the command that measures it again."""
-    named = [(subject.run.name, subject.culprit) for subject in subjects]
-    return [
-        line
-        for name, found in named
-        if found is not None
-        for line in (f"{name}: {found.sentence}", f"to measure it again: {found.command}")
-    ]
-
-
-def _missing(subjects: Sequence[Subject], profile: Path | None) -> list[str]:
-    """Notes on the runs that could not be compared with the profile that the user named."""
-    return [
-        f"{subject.run.name} is not compared with {profile}: {subject.unpredicted}"
-        for subject in subjects
-        if profile is not None and subject.comparison is None
-    ]

@@ -1,7 +1,6 @@
 """An emulated cluster on one machine: hosts are network namespaces, links have the bandwidth that you choose."""
 
-from thinwire.lab.host import Host
-from thinwire.lab.lab import Lab, LinkTraffic
+from thinwire.lab.lab import Host, Lab, LinkTraffic
 from thinwire.lab.spec import LabSpec, LinkShape
 
 __all__ = ["Host", "Lab", "LabSpec", "LinkShape", "LinkTraffic"]

@@ -17,8 +17,7 @@ from types import FrameType
 from typing import IO, Final, Literal
 
 from thinwire.errors import UsageError
-from thinwire.lab.host import Host
-from thinwire.lab.lab import Lab
+from thinwire.lab.lab import Host, Lab
 
 Per = Literal["rank", "host"]
 """What is started once for each: ranks by us, or hosts whose command (torchrun) starts the ranks."""

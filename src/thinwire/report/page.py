@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.errors import DataError
 from thinwire.record import RunRecord
-from thinwire.report.charts import run_charts, timeline_chart
+from thinwire.report.charts import read_step, run_charts, timeline_chart
 from thinwire.report.compared import compared_charts
 from thinwire.report.drawing import PALETTE, Chart, inline_svg, write_png
 from thinwire.report.figures import differences, figures
 from thinwire.report.sheet import Sheet, prediction_sheet
-from thinwire.report.traced import read_step
 from thinwire.spec.plan import Plan
 from thinwire.units import format_bytes, format_duration
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
 from importlib import util
 from pathlib import Path
-from typing import Final
+from types import FrameType
+from typing import Final, Self
 
 import torch
 
@@ -22,9 +25,8 @@ from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.data.packing import Dataset
 from thinwire.train.directory import write_json
 from thinwire.train.environment import agent, versions
-from thinwire.train.export.kept import keep_sources
+from thinwire.train.export.files import keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.stop import StopRequest
 from thinwire.train.measuring.room import explained_exhaustion, measure_room
 from thinwire.train.models.huggingface import PREFIX
 from thinwire.train.observing.metrics import MetricsLog, finite
@@ -48,6 +50,55 @@ _ENOUGH: Final = 2.0
 """Seconds of timed steps after which fewer than :data:`_MOST` will do."""
 
 
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Notices requests to save and end the run after the current step: Ctrl-C, SIGTERM, or a stop file.
+
+    A rank only *notices* a request; all ranks agree on it in the step's control exchange. A second signal has its
+    default action and kills the process.
+
+    Args:
+        file: Stop file; while it exists, the run should stop. Our launcher creates it because its ranks run in sessions
+            of their own, which the terminal's Ctrl-C does not reach.
+        launched: Whether our launcher started this process. The launcher requests a stop through the file. SIGTERM
+            keeps its default action, so that the survivors of a lost rank exit at once.
+    """
+
+    def __init__(self, file: Path, *, launched: bool) -> None:
+        self._file = file
+        self._parent = os.getppid() if launched else None
+        self._signal: int | None = None
+        self._previous: dict[int, signal.Handlers | object] = {}
+
+    def __enter__(self) -> Self:
+        if self._parent is None:
+            for number in _SIGNALS:
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    @property
+    def reason(self) -> str | None:
+        """Reason to stop; ``None`` if there is no request."""
+        if self._signal is not None:
+            return signal.Signals(self._signal).name
+        if self._parent is not None and os.getppid() != self._parent:
+            return "the launcher is gone"
+        with contextlib.suppress(OSError):
+            return self._file.read_text(encoding="utf-8").strip() or "stop file"
+        return None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
+        for other in _SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+
+
 def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> None:
     """Train as one rank, to the end or until it is asked to stop. Every rank of the run calls it."""
     import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
@@ -59,7 +110,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         notes += resume(trainer) if run.resume else []
         had = trainer.position.step
         if run.plan.is_elastic:
-            trainer.watch.enter(trainer.optimizer)
+            trainer.enter_islands()
         trainer.prepare_data()
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps

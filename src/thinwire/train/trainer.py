@@ -24,27 +24,25 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, DataError
 from thinwire.network.order import order_ranks
 from thinwire.parallel import parallelize
+from thinwire.sharding import api
 from thinwire.sharding.checkpointing.saving import finish_save
 from thinwire.sharding.lanes.streams import read_later
 from thinwire.sharding.optimizer.probes import seed_generators
 from thinwire.sharding.step.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.train.checkpoint import Checkpoint, Position, checkpoint_path, delete_old
-from thinwire.train.data.ahead import NONE, BatchesAhead, Duration
 from thinwire.train.data.packing import Dataset
-from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
+from thinwire.train.data.samples import NONE, Batch, BatchesAhead, Duration, Samples, step_batches, validation_batches
 from thinwire.train.environment import shares_cores, versions
 from thinwire.train.launching.agreement import agree
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
-from thinwire.train.observing.allocator import AllocatorWatch
-from thinwire.train.observing.islands import IslandWatch
 from thinwire.train.observing.links import LinkMeter, LinkPace, meet
 from thinwire.train.observing.measure import StepMeter, unpack
 from thinwire.train.observing.metrics import StepRecord, finite, known_peak_tflops
-from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.observing.pace import AllocatorWatch, Pace, summarized
 from thinwire.train.observing.replicas import ReplicaChecks
 from thinwire.train.updates import Update, Updates, learning_rate_share
 
@@ -71,7 +69,8 @@ class Trainer:
     are the control groups of all ranks and of this rank's island. ``pace`` is ``None`` where the speeds of ranks cannot
     be compared. ``num_parameters`` counts tied ones once, ``token_flops`` forward and backward, and ``peak_flops`` is
     that of one device. ``recent`` and ``total`` count steps without validation and saving, since the last record and
-    the start; ``waits`` are those of all ranks for their data, up to the last record.
+    the start; ``waits`` are those of all ranks for their data, up to the last record. ``sampler`` is the number of
+    this rank among those with data of their own, over all islands.
 
     Raises:
         MismatchError: On every rank, if ranks have different versions, recipes or tokens.
@@ -121,9 +120,10 @@ class Trainer:
         self.meter, self.link_pace = LinkMeter(places), LinkPace(places.names)
         self.allocators = AllocatorWatch(hosts)
         self.checks = ReplicaChecks(self.model, self.optimizer, hosts, every=recipe.train.check_replicas)
-        self.watch = IslandWatch(self.model, self.position, recipe.cluster)
+        self.sampler = self.model.grid.sampler + (recipe.cluster.island or 0) * plan.world
         self.peak_flops = _peak_flops(run, device)
         self.recent = self.total = self.waits = NONE
+        self._exchanges: list[dict[str, Any]] = []
         self._ahead = BatchesAhead(self._batches)
         self._pending: PendingSave | None = None
         self._before = 0
@@ -179,10 +179,29 @@ class Trainer:
             stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
+    def enter_islands(self) -> None:
+        """Begin to train with the other elastic islands, from where they are."""
+        cluster = self.run.recipe.cluster
+        assert cluster.island is not None, "resolve_run checks it"
+        assert cluster.lighthouse is not None, "resolve_run checks it"
+        model, optimizer = self.model.chunks[0], self.optimizer.parts[0]
+        api.enter_islands(model, optimizer, island=cluster.island, lighthouse=cluster.lighthouse)
+        self._follow_islands()
+
     def join_islands(self) -> None:
         """Give all islands the same parameters, after the last step."""
         self.model.join_islands()
-        self.watch.follow()
+        self._follow_islands()
+
+    def _follow_islands(self) -> None:
+        """Move on to the step of the other elastic islands, and note their exchanges."""
+        if not self.run.plan.is_elastic:
+            return
+        model = self.model.chunks[0]
+        skipped = api.num_steps(model) - self.position.step
+        self.position.step += skipped
+        self.position.samples += skipped * self.run.plan.global_batch
+        self._exchanges += [exchange._asdict() for exchange in api.take_exchanges(model)]
 
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""
@@ -269,7 +288,7 @@ class Trainer:
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
         self.position = Position.of(extra.get("position"), checkpoint.path)
-        self.updates.position = self.watch.position = self.position
+        self.updates.position = self.position
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
         if type(saved) not in (NoneType, int, float):
             raise CheckpointError(f"{checkpoint.path}: corrupt: its loss scale is {saved!r:.80}")
@@ -310,12 +329,12 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.run.plan.global_batch
-        self.watch.follow()
+        self._follow_islands()
 
     def _seed_dropout(self) -> None:
         """Seed what a model draws in a step by its place alone, so that a run that continues draws the same. The
         tensor-parallel ranks of a stage draw the same, as they hold the same activations."""
-        place = self.run.recipe.train.seed, self.position.step, self.watch.sampler, self.model.grid.stage
+        place = self.run.recipe.train.seed, self.position.step, self.sampler, self.model.grid.stage
         digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
         seed_generators(self.device, int.from_bytes(digest, "little"))
 
@@ -326,7 +345,7 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.watch.sampler,
+            rank=self.sampler,
             world=plan.samplers,
         )
 
@@ -385,12 +404,12 @@ class Trainer:
             transfer=measured.transfer,
             own=summarized(own, comparable=self.pace is not None),
             data_waits=waits._asdict(),
-            exchanges=self.watch.take_exchanges(),
+            exchanges=self._exchanges,
             slow=None if self.pace is None else self.pace.add(own, self.recent.seconds),
             slow_link=self.link_pace.add([mean * self.ranks.size for mean in of_links], self.recent.seconds),
             allocator=self.allocators.add(measured.retries, measured.memory),
         )
-        self.recent = NONE
+        self.recent, self._exchanges = NONE, []
         return record
 
 

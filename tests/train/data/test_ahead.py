@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from thinwire.errors import DataError
-from thinwire.train.data.ahead import BatchesAhead, Duration
-from thinwire.train.data.samples import Batch
+from thinwire.train.data.samples import Batch, BatchesAhead, Duration
 
 
 def batches(position: int) -> list[Batch]:

@@ -321,9 +321,9 @@ def test_fingerprints_of_large_files_follow_content_too(tmp_path: Path, monkeypa
     def fingerprint(name: str) -> str:
         return find_corpus("text", [str(tmp_path / name)]).fingerprints()[0]
 
-    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 1000)
-    monkeypatch.setattr("thinwire.train.data.content._BLOCK", 100)
-    monkeypatch.setattr("thinwire.train.data.content._NUM_BLOCKS", 11)
+    monkeypatch.setattr("thinwire.train.data.corpus._WHOLE_BELOW", 1000)
+    monkeypatch.setattr("thinwire.train.data.corpus._BLOCK", 100)
+    monkeypatch.setattr("thinwire.train.data.corpus._NUM_BLOCKS", 11)
     text = "a line of text\n" * 100  # of which a block begins every 140 characters
     first = fingerprint(write(tmp_path / "a.txt", text).name)
     os.utime(tmp_path / "a.txt", (0, 0))

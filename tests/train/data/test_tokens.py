@@ -217,7 +217,7 @@ def test_many_processes_build_once(recipe: DataRecipe) -> None:
 
 def test_tokens_that_an_earlier_version_kept_are_used(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are large, and named by names and times of the text: it takes hours to make them again."""
-    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", 0)
+    monkeypatch.setattr("thinwire.train.data.corpus._WHOLE_BELOW", 0)
     first = prepare(recipe)
     entry = first.train.path.parent
     entry.rename(entry.with_name(first.former))
@@ -228,7 +228,7 @@ def test_tokens_that_an_earlier_version_kept_are_used(recipe: DataRecipe, monkey
 
 @pytest.mark.parametrize("whole_below", [2**20, 0])
 def test_bins_are_known_by_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_below: int) -> None:
-    monkeypatch.setattr("thinwire.train.data.content._WHOLE_BELOW", whole_below)
+    monkeypatch.setattr("thinwire.train.data.corpus._WHOLE_BELOW", whole_below)
     ids = np.arange(400) % 200
 
     def fingerprint(name: str, ids: Any, **changes: Any) -> str:

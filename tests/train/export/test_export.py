@@ -25,8 +25,7 @@ from thinwire.testing import run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.tokens import TokenWriter
 from thinwire.train.directory import RunDirectory
-from thinwire.train.export.files import _publish, export
-from thinwire.train.export.kept import keep_sources
+from thinwire.train.export.files import _publish, export, keep_sources
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.trainer import Trainer
 

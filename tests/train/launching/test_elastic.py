@@ -10,10 +10,9 @@ import pytest
 from thinwire.errors import SpecError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
-from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Hardware, Started
-from thinwire.train.launching.elastic import Continued, continued
+from thinwire.train.launching.resolved import ResolvedRun, resolve_run
 
 
 def recipe(**tables: Any) -> Recipe:
@@ -27,22 +26,22 @@ def torchrun(world: int, local: int) -> Started:
     return Started("torchrun", 0, world, 0, local)
 
 
-def fit(wanted: Recipe, run: RunDirectory, ranks: Started) -> Continued:
-    return continued(PlanTemplate.read(wanted), run, ranks, Hardware(0, "float32"))
+def fit(wanted: Recipe, run: RunDirectory, ranks: Started) -> ResolvedRun:
+    return resolve_run(wanted, run, ranks, Hardware(0, "float32"), resume=False, stream="none")
 
 
-def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Continued]:
+def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[ResolvedRun]:
     """The run on one set of ranks after the other."""
     run, continued = RunDirectory(directory), []
     for world, local in worlds:
         continued.append(fit(wanted, run, torchrun(world, local)))
         again = fit(wanted, run, torchrun(world, local))
         run.path.mkdir(exist_ok=True)
-        continued[-1].template.recipe.save(run.recipe)
+        continued[-1].recipe.save(run.recipe)
         continued[-1].plan.save(run.plan)
         # A rank that looks when rank 0 has written already finds the same.
         late = fit(wanted, run, torchrun(world, local))
-        assert (late.template.recipe, late.plan) == (again.template.recipe, again.plan)
+        assert (late.recipe, late.plan) == (again.recipe, again.plan)
     return continued
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.train.observing.allocator import FIGURES, RETRIES, AllocatorWatch, figures
+from thinwire.train.observing.measure import FIGURES, RETRIES, figures
+from thinwire.train.observing.pace import AllocatorWatch
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from thinwire.train.observing.output import run_console
+from thinwire.train.observing.progress import run_console
 
 
 @pytest.mark.parametrize("place", ["a pipe that nobody reads", "/dev/full"])

@@ -25,8 +25,7 @@ from thinwire.train import loop
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import train_rank
+from thinwire.train.loop import StopRequest, train_rank
 from thinwire.train.observing.metrics import MetricsLog
 from thinwire.train.observing.tracing import Clocks, longest
 from thinwire.train.trainer import Trainer

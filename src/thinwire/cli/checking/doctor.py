@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
@@ -65,12 +64,14 @@ def doctor(
 
 def _described(*, has_torch: bool) -> dict[str, Any]:
     """Findings about the machine by name, as plain values."""
-    from thinwire.train.environment import versions
+    import psutil
+
+    from thinwire.train.environment import num_cores, versions
 
     found: dict[str, Any] = {
         "versions": versions(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory": _memory(),
+        "cores": num_cores(),
+        "memory": psutil.virtual_memory().total,
         "instructions": None,
         "devices": [],
         "fast_dtype": None,
@@ -98,16 +99,8 @@ def _described(*, has_torch: bool) -> dict[str, Any]:
     }
 
 
-def _memory() -> int | None:
-    """Memory of this host in bytes; None if the system does not report it."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -> None:
-    versions, memory = findings["versions"], format_bytes(findings["memory"]) if findings["memory"] else "unknown"
+    versions, memory = findings["versions"], format_bytes(findings["memory"])
     console.print(f"thinwire {versions['thinwire']} on {versions['platform']}")
     console.print(
         f"CPU: {findings['cores']} cores, {findings['instructions'] or 'instructions unknown'}, {memory} of memory",

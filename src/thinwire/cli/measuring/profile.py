@@ -130,20 +130,11 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 def _sheets(measured: Profile) -> Iterator[Sheet]:
     """Tables of bandwidth by shape and collective, of codecs, of computation, of what the runtime takes, and of how
     computation and transfers slow each other down."""
-    yield _collectives(measured)
-    yield _codecs(measured)
-    yield _parts(measured)
-    if any(measured.handling.to_dict().values()):
-        yield _handling(measured)
-    yield _overlapping(measured)
-
-
-def _collectives(measured: Profile) -> Sheet:
     by_shape: dict[tuple[str, str], list[CollectiveRow]] = {}
     for row in measured.collectives:
         groups = "" if row.groups == "all" else ", one alone"
         by_shape.setdefault((row.kind, f"{row.local} a node x {row.nodes} nodes{groups}"), []).append(row)
-    return Sheet(
+    yield Sheet(
         "Collectives: bandwidth of one rank at the largest size, time at the smallest",
         ["collective", "groups", "largest", "Gbit/s", "smallest takes"],
         2,
@@ -158,19 +149,13 @@ def _collectives(measured: Profile) -> Sheet:
             for (kind, shape), rows in by_shape.items()
         ],
     )
-
-
-def _codecs(measured: Profile) -> Sheet:
-    return Sheet(
+    yield Sheet(
         "Codecs: million values a second, all ranks of a node at it",
         ["codec", "dtype", "way", "values", "10^6/s"],
         3,
         [[r.codec, r.dtype, r.work, f"{r.numel:,}", f"{r.numel / r.seconds / 1e6:,.0f}"] for r in measured.codecs],
     )
-
-
-def _parts(measured: Profile) -> Sheet:
-    return Sheet(
+    yield Sheet(
         "Computation of one micro-batch",
         ["part", "hidden", "forward", "backward", "GFLOP/s"],
         1,
@@ -185,20 +170,15 @@ def _parts(measured: Profile) -> Sheet:
             for r in measured.compute
         ],
     )
-
-
-def _handling(measured: Profile) -> Sheet:
-    seconds = measured.handling
-    return Sheet(
-        "The runtime's own part of the processor, for each",
-        ["step", "hop of a reduction", "hop of a gather", "turn of a codec"],
-        0,
-        [[format_duration(each) for each in (seconds.step, seconds.reduce, seconds.gather, seconds.codec)]],
-    )
-
-
-def _overlapping(measured: Profile) -> Sheet:
-    return Sheet(
+    if any(measured.handling.to_dict().values()):
+        seconds = measured.handling
+        yield Sheet(
+            "The runtime's own part of the processor, for each",
+            ["step", "hop of a reduction", "hop of a gather", "turn of a codec"],
+            0,
+            [[format_duration(each) for each in (seconds.step, seconds.reduce, seconds.gather, seconds.codec)]],
+        )
+    yield Sheet(
         "Overlapping: factor by which each takes longer, and what a transfer takes at least",
         ["transfer", "computation", "the transfer", "at least"],
         1,

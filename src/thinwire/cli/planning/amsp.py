@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.planning.answer import File
-from thinwire.cli.planning.tables import factors_and_batch, introduce, row_json
+from thinwire.cli.planning.tables import Answer, File, factors_and_batch, introduce, row_json
 from thinwire.report import Sheet
 
 if TYPE_CHECKING:
-    from thinwire.cli.planning.answer import Answer
     from thinwire.plan import AmspPlan, BothObjectives, TrainingJob, UnderBoth
 
 _GIB = 2**30

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.planning.answer import File
+from thinwire.cli.planning.tables import Answer, File
 from thinwire.units import format_bytes
 
 if TYPE_CHECKING:
-    from thinwire.cli.planning.answer import Answer
     from thinwire.plan import PricedPlan, TrainingJob
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.planning.tables import row_json
+from thinwire.cli.planning.tables import Answer, row_json
 from thinwire.report import Sheet
 
 if TYPE_CHECKING:
-    from thinwire.cli.planning.answer import Answer
     from thinwire.plan import IslandPlan, LossLaw, PricedPlan, TrainingJob
     from thinwire.spec import Plan
 

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from thinwire.cli.planning.amsp import least_sum, objectives_json, show_objectives
-from thinwire.cli.planning.answer import Answer, File, give
 from thinwire.cli.planning.emit import emit
 from thinwire.cli.planning.job import FORMER_OPTIONS, cluster_of, cluster_settings, ways_of
 from thinwire.cli.planning.rent import counts_of, show_rentals, show_sweep
 from thinwire.cli.planning.tables import (
+    Answer,
+    File,
     explanation_json,
+    give,
     introduce,
     listed,
     plan_sheet,

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.planning.answer import File
+from thinwire.cli.planning.tables import Answer, File
 from thinwire.errors import UsageError
 from thinwire.report import Sheet, draw_sweep
 from thinwire.units import format_duration
 
 if TYPE_CHECKING:
-    from thinwire.cli.planning.answer import Answer
     from thinwire.plan import Rental, SweptNodes, TrainingJob
 
     _Found = tuple[SweptNodes, Rental]

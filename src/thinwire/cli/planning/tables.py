@@ -1,18 +1,67 @@
-"""How ``thinwire plan`` shows plans: a table, sentences, and rows of JSON."""
+"""How ``thinwire plan`` shows plans: a table, sentences, and rows of JSON, in an answer with the files that options ask
+for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.report import Sheet
+from thinwire.cli.terminal.errors import writing
+from thinwire.report import Sheet, print_sheet
 from thinwire.units import format_bytes
 
 if TYPE_CHECKING:
-    from thinwire.cli.planning.answer import Answer
+    from rich.console import Console
+
     from thinwire.plan import Explanation, PricedPlan, Searched, TrainingJob
     from thinwire.spec import Plan
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that an option asks for, and what is said once it is written, unless the answer says it."""
+
+    option: str
+    path: Path
+    write: Callable[[Path], object]
+    done: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a search has found: sentences and tables, the same as JSON, and files to be written."""
+
+    shown: list[str | Sheet] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    files: list[File] = field(default_factory=list)
+
+    def show(self, part: str | Sheet) -> None:
+        """Add a sentence or a table."""
+        self.shown.append(part)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan that fits."""
+        return bool(self.facts.get("best") or any(row["fits"] for row in self.facts["plans"]))
+
+
+def give(answer: Answer, console: Console, *, as_json: bool) -> None:
+    """Print an answer, on stdout as JSON too if ``as_json``, and write its files."""
+    for part in answer.shown:
+        if isinstance(part, Sheet):
+            print_sheet(console, part)
+        else:
+            console.print(part)
+    for file in answer.files:
+        with writing(file.option, file.path):
+            file.write(file.path)
+        if file.done is not None:
+            console.print(file.done)
+    if as_json:
+        print(json.dumps(answer.facts))
 
 
 def listed(searched: Searched, top: int) -> list[PricedPlan]:

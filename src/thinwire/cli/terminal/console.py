@@ -1,9 +1,10 @@
-"""The console on which commands print tables, and the command line that the user typed."""
+"""The console on which commands print tables, paths as it shows them, and the command line that the user typed."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -31,3 +32,8 @@ def say(console: Console, *lines: str) -> None:
 def command_line() -> str:
     """The command line that the user typed, quoted for a shell."""
     return shlex.join(["thinwire", *sys.argv[1:]])
+
+
+def shown(path: Path) -> str:
+    """The shortest form of an absolute path: relative to the working directory if it is below it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -86,7 +86,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Trainin
 
 def _advice(path: Path, run: ResolvedRun, room: Room) -> str:
     import thinwire.plan as planner
-    from thinwire.cli.terminal.summary import shown
+    from thinwire.cli.terminal.console import shown
     from thinwire.train.data.packing import prepare
 
     recipe, directory = run.recipe, run.directory

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from thinwire.cli.terminal.console import command_line, say
+from thinwire.cli.terminal.console import command_line, say, shown
 from thinwire.cli.terminal.errors import explained
 from thinwire.cli.terminal.former import formerly
 from thinwire.cli.terminal.options import expand_options
-from thinwire.cli.terminal.summary import shown
 from thinwire.cli.training.advice import advised
 from thinwire.errors import UsageError
 from thinwire.extras import require
+from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from thinwire.record import RunRecord
     from thinwire.spec.expectation import Expectation
     from thinwire.spec.plan import Plan
     from thinwire.spec.recipe import Recipe
@@ -119,7 +123,7 @@ def train(options: TrainOptions) -> None:
         require("train", "thinwire train")
         from thinwire.train.environment import hardware, started
         from thinwire.train.launching.resolved import resolve_run
-        from thinwire.train.observing.output import run_console
+        from thinwire.train.observing.progress import run_console
         from thinwire.train.processes.server import called
 
         ranks = started()
@@ -174,7 +178,8 @@ def _choose_plan(
             return run, {"expected": expected}
         say(console, f"what the plan file was expected to do is not kept, as {unlike}")
         return run, {}
-    continued = run.resume or _restarted()
+    # torchrun starts ranks again after one was lost, or refused to train.
+    continued = run.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     before = Plan.load(run.directory.plan) if continued and run.directory.plan.exists() else None
     if before is not None and _same_ranks(before, run.plan):
         return run.with_plan(before), {}
@@ -189,11 +194,6 @@ def _expected(recipe: Recipe) -> Expectation | None:
     file = recipe.plan.get("file")
     beside = None if file is None else Expectation.beside(Path(file))
     return Expectation.read(beside) if beside is not None and beside.is_file() else None
-
-
-def _restarted() -> bool:
-    """Whether torchrun has started the ranks again after one was lost, or refused to train."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _same_ranks(before: Plan, now: Plan) -> bool:
@@ -295,7 +295,6 @@ def _join(run: ResolvedRun, kept: dict[str, Any], console: Console, ranks: Start
 
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     """Draw the loss curve and print the summary, or the step at which the run stopped."""
-    from thinwire.cli.terminal.summary import summary_table
     from thinwire.record import read_run
     from thinwire.report.charts import loss_chart
     from thinwire.report.drawing import write_png
@@ -316,3 +315,47 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     if as_json:
         print(json.dumps(run.summary))
     console.print(summary_table(run, directory))
+
+
+def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
+    """Build the table of a run's results, its communication and the location of its files."""
+    from thinwire.report.figures import figures
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    assert run.summary is not None, "it is complete"
+    summary, numbers = run.summary, figures(run)
+    table.add_row("validation loss", _loss(summary.get("final_val_loss"), "nats per token"))
+    entropy = f"{summary['unigram_entropy']:.3f} nats per token"
+    table.add_row("unigram entropy", f"{entropy}, for comparison: token frequencies alone")
+    table.add_row("training loss", _loss(summary.get("final_train_loss"), f"after {summary['steps']} steps"))
+    if numbers["tokens_per_second"]:
+        table.add_row("speed", f"{numbers['tokens_per_second']:,.0f} tokens/s")
+    if run.records:
+        sent, exposed, codec = (numbers[name] for name in ("bytes_per_step", "exposed_seconds", "codec_seconds"))
+        cut = [axis for axis in ("tp", "pp", "ep", "cp") if getattr(run.plan, axis) > 1]
+        lines = [
+            f"{kind} {format_bytes(hops['inside'])} inside nodes, {format_bytes(hops['across'])} across"
+            for kind, hops in sent.items()
+        ]
+        lines += [f"{axis} not counted: torch's own group sends it" for axis in cut if axis not in sent]
+        table.add_row("sent per step", "\n".join(lines) or "nothing: there is one rank")
+        known = {axis for record in run.records for axis in record.get("exposed") or {}}
+        unknown = " and ".join(axis for axis in cut if axis not in known)
+        table.add_row("exposed per step", _seconds(exposed) + (f", not counting {unknown}" if unknown else ""))
+        if codec:
+            table.add_row("codecs per step", _seconds(codec))
+    table.add_row("files", shown(directory.path))
+    for path in (directory.metrics, directory.summary, directory.picture, directory.checkpoints):
+        table.add_row("", shown(path))
+    return table
+
+
+def _loss(value: float | None, what: str) -> str:
+    """A loss; the last one that a summary knows may not have been finite."""
+    return "no finite number" if value is None else f"{value:.3f} {what}"
+
+
+def _seconds(by_kind: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {format_duration(seconds)}" for kind, seconds in by_kind.items()) or "nothing"

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from thinwire.agreement import NOTHING
 from thinwire.checkpoint.manifest import SAFETENSORS_CODES
-from thinwire.checkpoint.tensor_files import TensorEntry, in_library_order, write_tensors
+from thinwire.checkpoint.storage import TensorEntry, in_library_order, write_tensors
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.checkpointing.full_state import whole_value

@@ -14,10 +14,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 from thinwire.errors import DataError
-from thinwire.train.data.content import are_large, digests
 from thinwire.train.data.readers import Form, holds_bytes, packed_by, read_column, read_jsonl, read_text
 
 Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
@@ -33,6 +32,11 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 
 _TABLES: Final[dict[str, Form]] = {"parquet": "Parquet", "datasets": "Arrow"}
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_WHOLE_BELOW: Final = 256 * 2**20
+_BLOCK: Final = 1 << 16
+_NUM_BLOCKS: Final = 1024
+"""Of all files together; each gives two at least."""
+
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _MAX_PIECE: Final = 1 << 20
@@ -237,3 +241,38 @@ def _saved_dataset(directory: Path) -> list[Path]:
         if Path(name).name != name or not (directory / name).is_file():
             raise DataError(f"{state} names {name}, and there is no such file beside it")
     return [directory / name for name in names]
+
+
+# -- what files hold, whatever their names and times: it travels with them, and it changes with them ----------------
+
+
+def are_large(files: Sequence[Path]) -> bool:
+    """Whether files are too large, together, to be read whole at each start."""
+    return sum(path.stat().st_size for path in files) > _WHOLE_BELOW
+
+
+def digests(files: Sequence[Path]) -> Iterator[bytes]:
+    """A hash of each file: of all bytes up to 256 MiB together, beyond of sizes and of evenly spaced blocks, heads and
+    tails among them.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    sampled = are_large(files)
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                if sampled:
+                    yield _sample(stream, path.stat().st_size, max(2, _NUM_BLOCKS // len(files)))
+                else:
+                    yield hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).digest()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _sample(stream: IO[bytes], size: int, blocks: int) -> bytes:
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    for block in range(blocks):
+        stream.seek(max(0, size - _BLOCK) * block // (blocks - 1))
+        digest.update(stream.read(_BLOCK))
+    return digest.digest()

@@ -30,8 +30,7 @@ import numpy.typing as npt
 from thinwire.checkpoint.durable import sync, sync_tree
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
-from thinwire.train.data.content import digests
-from thinwire.train.data.corpus import Corpus, find_corpus
+from thinwire.train.data.corpus import Corpus, digests, find_corpus
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.tokens import TokenBin, TokenWriter, entropy
 

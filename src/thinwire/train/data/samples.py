@@ -1,4 +1,4 @@
-"""Samples in a fixed order, and the part of each step that a rank computes.
+"""Samples in a fixed order, and the part of each step that a rank computes, made while the step before computes.
 
 The order of samples depends on the seed and the number of samples alone. Step after step takes the next
 ``global_batch`` of them, whatever the number of ranks, so a run continues exactly where it stopped, on any
@@ -8,7 +8,9 @@ world size. A position is the number of samples taken so far; nothing else has t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -132,3 +134,54 @@ def validation_batches(samples: Samples, *, number: int, micro_batch: int, rank:
         batch = samples.batch(chosen[start : start + micro_batch])
         batch.labels[max(0, number - start) :] = IGNORED
         yield batch
+
+
+class Duration(NamedTuple):
+    """Steps, and the seconds spent in them or waiting for their data."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def plus(self, seconds: float, steps: int = 1) -> Duration:
+        return Duration(self.steps + steps, self.seconds + seconds)
+
+
+NONE: Final = Duration()
+
+
+class BatchesAhead:
+    """Makes the micro-batches of a rank in a thread, one step ahead of training."""
+
+    def __init__(self, make: Callable[[int], list[Batch]]) -> None:
+        self._make = make
+        self._thread = ThreadPoolExecutor(1, "thinwire-batches")
+        self._position: int | None = None
+        self._batches: Future[list[Batch]] | None = None
+        self._waits = NONE
+
+    def prepare(self, position: int) -> Future[list[Batch]]:
+        """Begin to make the batches of the step that begins at a position."""
+        self._position, self._batches = position, self._thread.submit(self._make, position)
+        return self._batches
+
+    def take(self, position: int, following: int) -> list[Batch]:
+        """Give the batches of a step, made anew if they are of another position, and begin to make those of the next
+        one.
+
+        Raises:
+            DataError: They cannot be made.
+        """
+        batches = self._batches
+        if batches is None or position != self._position:
+            batches = self.prepare(position)
+        if not batches.done():
+            started = time.perf_counter()
+            wait([batches])
+            self._waits = self._waits.plus(time.perf_counter() - started)
+        self.prepare(following)
+        return batches.result()
+
+    def take_waits(self) -> Duration:
+        """The waits since the last call."""
+        waits, self._waits = self._waits, NONE
+        return waits

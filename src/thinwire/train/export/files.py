@@ -1,35 +1,49 @@
 """Exports a run's checkpoint to a directory that ``transformers`` loads, with one tensor in memory at a time.
 
 Tensors are read from the checkpoint, cast and written one by one. The directory gets its name once everything is on
-disk.
+disk. Configuration and tokenizer are copies in the run's directory, so that it can be exported when the originals are
+gone.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.tensor_files import TensorEntry, write_tensors
-from thinwire.errors import CheckpointError, UsageError
+from thinwire.checkpoint.storage import TensorEntry, write_tensors
+from thinwire.errors import CheckpointError, DataError, UsageError
 from thinwire.sharding.checkpointing.saved_model import SavedModel
 from thinwire.spec.plan import Dtype
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoints
-from thinwire.train.directory import RunDirectory, write_json
-from thinwire.train.export.kept import GENERATION, TOKENIZER_FILES, kept_config, write_tokenizer
+from thinwire.train.data.packing import Dataset
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.directory import RunDirectory, copy_atomically, write_json, writing
 from thinwire.train.export.layout import Layout, layout_of_huggingface, layout_of_ours
 from thinwire.train.models.build import draft
 from thinwire.train.models.fresh import LastMade
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
 from thinwire.train.models.loaded import INDEX, SINGLE
+
+_TOKENIZER_FILES: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files that may accompany a ``tokenizer.json``."""
+
+_GENERATION: Final = "generation_config.json"
 
 
 @final
@@ -81,7 +95,7 @@ def export(
         staging = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
         try:
             files = _write(staging, layout, saved, getattr(torch, dtype), max_shard_bytes)
-            end = write_tokenizer(run, staging, length)
+            end = _write_tokenizer(run, staging, length)
             write_json(staging / "config.json", _config(layout, dtype, end, own=recipe.data.tokenizer == "bpe"))
             staging.chmod(0o755)
             _publish(staging, to)
@@ -111,7 +125,7 @@ def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:
 def _layout(run: RunDirectory, recipe: Recipe, saved: SavedModel) -> tuple[Layout, int]:
     """Of the run's model; and the longest sequence that it takes."""
     if recipe.model.kind == "huggingface":
-        config = kept_config(run)
+        config = _kept_config(run)
         longest = config.get("max_position_embeddings") or config.get("n_positions") or recipe.train.seq
         return layout_of_huggingface(config, str(run.model / "config.json")), int(longest)
     name = next((name for name in ("embed_tokens.weight", "embed_in.weight") if name in saved.shapes), None)
@@ -139,6 +153,77 @@ def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict
     config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
     return {**ends, **config, **(ends if own else {}), "torch_dtype": dtype}
+
+
+# -- copies that a run keeps -----------------------------------------------------------------------------------
+
+
+def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, config: Mapping[str, Any] | None) -> None:
+    """Copy the small files that an export needs. One process of the run calls it."""
+    model = recipe.model
+    with writing(directory.model):
+        directory.model.mkdir(exist_ok=True)
+    home = None
+    if config is not None:
+        write_json(directory.config, config)
+        home = Path(model.source).expanduser() if isinstance(model.source, str) else None
+        home = home.parent if home is not None and home.is_file() else home
+        if home is not None:
+            _copy(home, directory.model, (_GENERATION,))
+    if dataset.tokenizer is not None:
+        copy_atomically(dataset.tokenizer, directory.tokenizer)
+        if recipe.data.tokenizer != "bpe":
+            named = Path(recipe.data.tokenizer).expanduser()
+            _copy(named.parent if named.is_file() else named, directory.model, _TOKENIZER_FILES)
+    elif home is not None and model.starts_from_files and (home / "tokenizer.json").is_file():
+        # Bins without a tokenizer, for a model that has one: its embedding knows these ids and no others.
+        copy_atomically(home / "tokenizer.json", directory.tokenizer)
+        _copy(home, directory.model, _TOKENIZER_FILES)
+
+
+def _kept_config(directory: RunDirectory) -> dict[str, Any]:
+    """Read the configuration from which a run's Hugging Face model was built.
+
+    Raises:
+        DataError: The run has no configuration.
+    """
+    file = directory.config
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}, the configuration that the run kept, cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{file} should hold a JSON object")
+    return table
+
+
+def _write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
+    """Write a run's tokenizer and its model's generation settings, for sequences of at most ``length``, in the format
+    of ``transformers``; returns the end-of-text id, or ``None`` if the run has no tokenizer."""
+    _copy(directory.model, to, (_GENERATION,))
+    if not directory.tokenizer.is_file():
+        return None
+    tokenizer = Tokenizer.load(directory.tokenizer)
+    copy_atomically(directory.tokenizer, to / "tokenizer.json")
+    _copy(directory.model, to, _TOKENIZER_FILES)
+    if not (to / "tokenizer_config.json").exists():
+        end = tokenizer.backend.id_to_token(tokenizer.end)
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,  # our documents begin where one has ended
+            "eos_token": end,
+            "unk_token": None,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": length,
+        }
+        write_json(to / "tokenizer_config.json", about)
+    return tokenizer.end
+
+
+def _copy(source: Path, to: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            copy_atomically(source / name, to / name)
 
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -195,7 +280,7 @@ def _publish(staging: Path, to: Path) -> None:
     if not to.exists():
         staging.rename(to)
         return
-    names = ("config.json", INDEX, "tokenizer.json", *TOKENIZER_FILES, GENERATION)
+    names = ("config.json", INDEX, "tokenizer.json", *_TOKENIZER_FILES, _GENERATION)
     for stale in (*(to / name for name in names), *to.glob("model*.safetensors")):
         stale.unlink(missing_ok=True)
     for file in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):

@@ -1,1 +1,1 @@
-"""What a run is when it starts: its decisions, requests to stop, and what the ranks agree on."""
+"""What a run is when it starts: its decisions, and what the ranks agree on."""

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -20,14 +20,30 @@ from thinwire.profile import process_memory
 from thinwire.program import HostLane, Lane
 from thinwire.sharding import api
 from thinwire.sharding.runtime.runtime import sharded_of
-from thinwire.train.observing.allocator import FIGURES, figures
 from thinwire.train.observing.metrics import KINDS
 
 _PER_KIND: Final = 5
 _PER_AXIS: Final = 3
 _AXES: Final = ("tp", "pp", "ep", "cp")
 _TRAFFIC: Final = _PER_KIND * len(KINDS) + _PER_AXIS * len(_AXES)
+
+FIGURES: Final = {
+    "cuda": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+    "pieces": "inactive_split_bytes.all.peak",
+}
+"""What is read of ``torch.cuda.memory_stats``, by its name in records: the most bytes that tensors had, that the
+allocator held, and that lay idle beside tensors in the same segments."""
+
+RETRIES: Final = "num_alloc_retries"
+"""The number of retries there, since the start."""
+
 _MEMORY: Final = ("rss", *FIGURES)
+
+
+def figures(stats: Mapping[str, Any]) -> list[float]:
+    """The numbers of :data:`FIGURES`, in that order, then the retries; 0 for what an allocator does not count."""
+    return [float(stats.get(key, 0)) for key in (*FIGURES.values(), RETRIES)]
 
 
 @dataclass(frozen=True)

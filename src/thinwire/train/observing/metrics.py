@@ -66,7 +66,7 @@ class StepRecord:
         tgs: Tokens per second and device.
         mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
         memory: Bytes on the rank that uses the most: ``rss``, and on GPUs those of
-            :data:`~thinwire.train.observing.allocator.FIGURES`.
+            :data:`~thinwire.train.observing.measure.FIGURES`.
         retries: How often allocators of GPUs ran out of room and emptied their caches since the start, all ranks.
         sent: Bytes sent by all ranks since the last record, by kind, then ``inside`` and ``across`` nodes.
         exposed: Seconds that computation waited since the last record, by kind, mean over ranks.

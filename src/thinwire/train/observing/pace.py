@@ -1,4 +1,4 @@
-"""Finds the rank that slows down the others.
+"""Finds the rank that slows down the others, or whose GPU has no room.
 
 All ranks finish a step together, so their wall times are equal; the slow rank is the one that waits least. The ranks
 are therefore compared by the time that they spend on their own work: wall time minus the time spent waiting for
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from thinwire.units import format_duration
+from thinwire.units import format_bytes, format_duration
 
 RECORDS: Final = 8
 """Number of records per judgement. Their median tolerates a single disturbance of a rank."""
@@ -78,3 +78,32 @@ def summarized(own: Sequence[float], *, comparable: bool) -> dict[str, float]:
     rank = max(range(len(own)), key=own.__getitem__)
     seconds = {"median": statistics.median(own), "slowest": own[rank]}
     return seconds | {"rank": rank} if comparable else seconds
+
+
+class AllocatorWatch:
+    """Says once for each rank that torch's caching allocator ran out of room on it.
+
+    Gathered units of different sizes come and go, so memory may be free and yet of no use (DeepSpeed's ZeRO-3 on EFA
+    spends most of its memory work on this). A retry stops the device: the allocator waits for all streams, gives cached
+    memory back to the device, and asks again.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._told: set[int] = set()
+
+    def add(self, retries: Sequence[int], memory: Mapping[str, Sequence[int]]) -> str | None:
+        """Add the measurements of a record: how often each rank has retried since the start, and figures of GPUs.
+        Returns a sentence if a rank has retried for the first time."""
+        new = [rank for rank, count in enumerate(retries) if count and rank not in self._told]
+        if not new:
+            return None
+        self._told.update(new)
+        rank = max(new, key=retries.__getitem__)
+        held, used, idle = (format_bytes(memory[name][rank]) for name in ("reserved", "cuda", "pieces"))
+        others = f", and {len(new) - 1} more," if len(new) > 1 else ""
+        return (
+            f"rank {rank} on {self._hosts[rank]}{others} ran out of room: the allocator emptied its cache, which stops "
+            f"the device. It held up to {held}, tensors {used}, and {idle} lay idle in pieces; set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if it is not, or lower plan.micro_batch"
+        )

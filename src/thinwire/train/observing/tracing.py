@@ -92,15 +92,17 @@ class StepTracer:
     ) -> None:
         self._range, self._directory = steps, directory
         self._model, self._ranks, self._device = model, ranks, device
-        self._session: _Session | None = None
+        self._is_open = False  # between the beginning of the first and the end of the last of consecutive steps
+        self._marks: list[tuple[int, float, float]] = []
+        self._begun = 0, 0.0
 
     def begin(self, step: int) -> None:
         """Call this before a step."""
         if self._range is None or not self._range[0] <= step <= self._range[1]:
             return
-        if self._session is None:
-            self._session = _Session(self._directory, self._model, self._ranks, self._device)
-        self._session.begin(step)
+        if not self._is_open:
+            self._open()
+        self._begun = step, time.perf_counter()
 
     def end(self, *, interrupted: bool) -> str | None:
         """Call this after a step. It writes the traces unless another traced step follows directly, ``interrupted`` by
@@ -109,27 +111,16 @@ class StepTracer:
         Raises:
             UsageError: On all ranks, if any of them could not write its trace.
         """
-        if self._session is None or self._range is None:
+        if not self._is_open or self._range is None:
             return None
-        self._session.end()
-        if not interrupted and self._session.last < self._range[1]:
+        self._marks.append((*self._begun, time.perf_counter()))
+        if not interrupted and self._last < self._range[1]:
             return None
-        session, self._session = self._session, None
-        return session.write()
+        return self._write()
 
-
-def longest(spans: Iterable[Span], most: int) -> list[Span]:
-    known = list(spans)
-    return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
-
-
-class _Session:
-    """Consecutive traced steps on one rank."""
-
-    def __init__(self, directory: Path, model: ParallelModel, ranks: Control, device: torch.device) -> None:
-        self._directory, self._model, self._ranks, self._device = directory, model, ranks, device
-        self._clocks = _compare_clocks(ranks)
-        self._marks: list[tuple[int, float, float]] = []
+    def _open(self) -> None:
+        self._is_open, self._marks = True, []
+        self._clocks = _compare_clocks(self._ranks)
         # The profiler logs its start and stop to stderr as errors of the highest severity.
         os.environ.setdefault("KINETO_LOG_LEVEL", "10")
         activities = [ProfilerActivity.CPU]
@@ -145,28 +136,16 @@ class _Session:
         self._wait()
         # On CUDA timelines count from an event on the idle stream, on CPU they are on the host's clock.
         self._origin = time.perf_counter() if self._device.type == "cuda" else 0.0
-        self._timelines = [self._recording.enter_context(api.timeline(chunk)) for chunk in model.chunks]
-        self._begun: tuple[int, float] | None = None
-        ranks.barrier()
+        self._timelines = [self._recording.enter_context(api.timeline(chunk)) for chunk in self._model.chunks]
+        self._ranks.barrier()
 
-    @property
-    def last(self) -> int:
-        """Number of the last finished step."""
-        return self._marks[-1][0]
-
-    def begin(self, step: int) -> None:
-        self._begun = step, time.perf_counter()
-
-    def end(self) -> None:
-        assert self._begun is not None, "every step that ends has begun"
-        self._marks.append((*self._begun, time.perf_counter()))
-
-    def write(self) -> str:
+    def _write(self) -> str:
         for chunk in self._model.chunks:
             api.runtime(chunk).drain()  # communication still in flight belongs to these steps
         self._wait()
         self._recording.close()
         self._profile.stop()
+        self._is_open = False
         by_rank = agree(self._ranks, self._own_spans, self._unwritten, _SPANS, message=str)
         merged = self._directory / f"{self._name}.json"
 
@@ -176,8 +155,13 @@ class _Session:
 
         agree(self._ranks, write, self._unwritten, NOTHING, message=str)
         first = self._marks[0][0]
-        which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
+        which = f"step {first} is" if first == self._last else f"steps {first} to {self._last} are"
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
+
+    @property
+    def _last(self) -> int:
+        """Number of the last finished step."""
+        return self._marks[-1][0]
 
     def _unwritten(self, problems: Mapping[int, str]) -> UsageError:
         rank, text = next(iter(problems.items()))
@@ -185,7 +169,7 @@ class _Session:
 
     @property
     def _name(self) -> str:
-        first, last = self._marks[0][0], self.last
+        first, last = self._marks[0][0], self._last
         return f"step-{first}" if first == last else f"steps-{first}-{last}"
 
     def _wait(self) -> None:
@@ -222,6 +206,11 @@ class _Session:
             "clock_spread_seconds": self._clocks.spread,
         }
         return {**chrome_trace(dict(enumerate(by_rank))), "otherData": about}
+
+
+def longest(spans: Iterable[Span], most: int) -> list[Span]:
+    known = list(spans)
+    return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 
 
 def _renamed(timeline: Timeline, stage: int | None, origin: float) -> list[Span]:

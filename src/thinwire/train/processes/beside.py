@@ -74,15 +74,14 @@ class LapsBeside:
         """End the helper, which ends when its input does."""
         assert self._helper.stdin is not None
         self._helper.stdin.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._helper.wait(_ENDING)
-        except subprocess.TimeoutExpired:
-            self._helper.kill()
-            self._helper.wait()
-        self._close()
+        self._kill()
 
-    def _close(self) -> None:
-        """Let go of what connected this process with its helper."""
+    def _kill(self) -> None:
+        """End the helper, if it has not ended, and let go of what connected this process with it."""
+        self._helper.kill()
+        self._helper.wait()
         for stream in (self._helper.stdin, self._helper.stdout):
             assert stream is not None
             with contextlib.suppress(OSError):  # what was not sent
@@ -150,9 +149,7 @@ class LapsBeside:
 
     def _replace(self) -> None:
         """End the helper and what it has started, and start another one."""
-        self._helper.kill()
-        self._helper.wait()
-        self._close()
+        self._kill()
         self._helper = _helper()
 
 

@@ -25,8 +25,7 @@ from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import Dataset, prepare
 from thinwire.train.environment import join, rank_device
 from thinwire.train.launching.resolved import ResolvedRun, Timing
-from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import timed_steps, train_rank
+from thinwire.train.loop import StopRequest, timed_steps, train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes reserved for the file in which a rank reports the cause of its failure."""
