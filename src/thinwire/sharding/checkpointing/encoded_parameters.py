@@ -17,7 +17,6 @@ from thinwire import codecs
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import decoded
 from thinwire.spec import CodecSpec
 
@@ -85,12 +84,11 @@ class _Span(NamedTuple):
     dtype: torch.dtype
 
 
-def encoded_forms(units: Iterable[Unit]) -> dict[str, list[str]]:
+def encoded_forms(buffers: Iterable[FlatBuffer]) -> dict[str, list[str]]:
     """What a manifest says of the parameters that ranks keep encoded, by name."""
     return {
         slot.name: EncodedForm(buffer.layout.stored, buffer.layout.dtype).stated
-        for unit in units
-        for buffer in unit.buffers
+        for buffer in buffers
         if buffer.layout.stored is not None
         for slot in buffer.layout.slots
     }

@@ -59,8 +59,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
     finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).refuse("load()")
-    shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    numbers = union(group_numbers(parts), ranks)
+    shapes, numbers = union(shapes_of(parts), ranks), union(group_numbers(parts), ranks)
     opened, manifest, keys = everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
@@ -148,7 +147,7 @@ class _Loading:
     def _give_masters(self) -> None:
         """Give masters to frozen parameters that had some: those that an optimizer trained may be unfrozen again after
         the load, and others follow, as a mean teacher's do."""
-        frozen = [buffer for unit in self._sharded.units for buffer in unit.buffers if not buffer.layout.trainable]
+        frozen = [buffer for buffer in self._sharded.buffers if not buffer.layout.trainable]
         names = {slot.name for buffer in frozen if buffer.narrows for slot in buffer.layout.slots}
         names &= self._manifest.values.get("updated", {}).keys()
         if self._optim is not None:
@@ -167,7 +166,7 @@ class _Loading:
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         # What was frozen when it was saved, and is trained now, was on no wire: everything is spread anew.
         held = own_key("held", self._island)
-        trained = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.layout.trainable)
+        trained = (buffer for buffer in self._sharded.buffers if buffer.layout.trainable)
         names = [slot.name for buffer in trained for slot in buffer.layout.slots]
         self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in names)
         self._want_unoptimized(vectors, stored)
@@ -175,7 +174,7 @@ class _Loading:
         exchanges, means = self._runtime.exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
-            slot, name, offset = owned.fragment.slot, owned.fragment.slot.name, owned.fragment.offset
+            slot, name, offset = owned.fragment.slot, owned.name, owned.fragment.offset
             self._refuse_encoded(name)
             masters = own_masters(self._island) if apart else "model"
             stored.want(f"{masters}/{name}", slot, offset, owned.value.detach().view(-1))
@@ -259,7 +258,7 @@ class _Loading:
     def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
         """Register this rank's optimizer state for reading."""
         prefix, values = own_key("optimizer", self._island), self._manifest.values
-        frozen_again = frozen_masters(self._runtime)
+        frozen_again = frozen_masters(self._sharded)
         for owned in optim.fragments:
             slot = owned.fragment.slot
             if slot.name not in self._saved:

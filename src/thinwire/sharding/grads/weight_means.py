@@ -26,12 +26,12 @@ class WeightMeans:
         self._decay, self._window = decay, window
         self._masters = [owned.value.detach() for owned in fragments]
         self._means = [master.clone() for master in self._masters]
-        self._by_name = {owned.fragment.slot.name: mean for owned, mean in zip(fragments, self._means, strict=True)}
+        self._by_name = {owned.name: mean for owned, mean in zip(fragments, self._means, strict=True)}
         self.counts = (0, 0)
 
     def of(self, owned: OwnedFragment) -> torch.Tensor:
         """The mean of a fragment, 1-D."""
-        return self._by_name[owned.fragment.slot.name].view(-1)
+        return self._by_name[owned.name].view(-1)
 
     def update(self) -> None:
         """Let the mean follow the masters. The first that it takes replace what it began with."""

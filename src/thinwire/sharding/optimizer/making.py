@@ -170,7 +170,7 @@ def _group(
     if trained - group_of.keys() or not cut:
         cut.append({"params": []})
     for owned in fragments:
-        cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
+        cut[group_of.get(owned.name, len(cut) - 1)]["params"].append(owned.value)
     if not shares:
         return cut, [Unreadable() for _ in cut], group_of
     shown: list[list[Any]] = [[] for _ in cut]

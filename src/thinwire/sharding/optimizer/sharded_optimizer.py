@@ -176,7 +176,7 @@ class ShardedOptimizer(ShareOptimizer):
     @property
     def group_numbers(self) -> dict[str, int]:
         """The number of a parameter's group, by the parameter's name, for those of which this rank has a fragment."""
-        names = {id(owned.value): owned.fragment.slot.name for owned in self.fragments}
+        names = {id(owned.value): owned.name for owned in self.fragments}
         with self.owned.over_fragments() as inner:
             return {names[id(value)]: n for n, group in enumerate(inner.param_groups) for value in group["params"]}
 
@@ -191,7 +191,7 @@ class ShardedOptimizer(ShareOptimizer):
         buffers, and this rank's fragments of them."""
         self._expected |= {slot.name: (part, []) for part in parts for slot in part.layout.slots}
         for one in owned:
-            self._expected[one.fragment.slot.name][1].append(one)
+            self._expected[one.name][1].append(one)
 
     def _take_expected(self, names: Iterable[str], number: int | None = None) -> None:
         """Put unfrozen parameters into a group; by default, each into its own.

@@ -23,7 +23,7 @@ class Written:
         self._sharded, self._shares = sharded, shares
         computing = (p for unit in sharded.units for buffer in unit.buffers for p in buffer.parameters)
         self._versions = {id(p): p._version for p in computing}
-        self._owned = {owned.fragment.slot.name: owned for owned in sharded.fragments}
+        self._owned = {owned.name: owned for owned in sharded.fragments}
 
     def carry_over(self, *, keep: bool) -> None:
         """Carry changes into the masters.

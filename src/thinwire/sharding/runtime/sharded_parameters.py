@@ -159,7 +159,7 @@ def _holders(sharded: ShardedModel, *, trained: bool) -> Holders:
 
 
 def _by_name(fragments: Iterable[OwnedFragment]) -> dict[str, OwnedFragment]:
-    return {owned.fragment.slot.name: owned for owned in fragments}
+    return {owned.name: owned for owned in fragments}
 
 
 def _become(frozen: ShardedParameter, trained: ShardedParameter) -> ShardedParameter:
