@@ -37,17 +37,15 @@ class EncodedForm(NamedTuple):
         Raises:
             CheckpointError: The manifest is corrupt.
         """
-        table = values.get(ENCODED, {})
-        stated = table.get(name) if isinstance(table, dict) else table
+        stated = values.get(ENCODED, {}).get(name)
         if stated is None:
             return None
-        if isinstance(stated, list) and len(stated) == 2 and stated[1] in ("float32", "bfloat16", "float16"):
-            try:
-                codec = CodecSpec(stated[0])
-            except SpecError:
-                codec = CodecSpec()
-            if codec.block is not None and not codec.needs_seed:
-                return cls(codec, getattr(torch, stated[1]))
+        try:
+            codec = CodecSpec(stated[0])
+        except SpecError:
+            codec = CodecSpec()
+        if codec.block is not None and not codec.needs_seed and stated[1] in ("float32", "bfloat16", "float16"):
+            return cls(codec, getattr(torch, stated[1]))
         raise CheckpointError(f"{path}: corrupt: it says of {name} that it is encoded as {ascii(stated)[:80]}")
 
     @property

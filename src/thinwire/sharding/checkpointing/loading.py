@@ -42,7 +42,6 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     union,
 )
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
-from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
@@ -142,7 +141,7 @@ class _Loading:
         self._give_masters()
         self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
-        self._counts: tuple[int, int] | None = None
+        self._counts: list[int] | None = manifest.values.get(own_key("average", self._island))
 
     def _give_masters(self) -> None:
         """Give masters to frozen parameters that had some: those that an optimizer trained may be unfrozen again after
@@ -162,7 +161,6 @@ class _Loading:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
-        self._counts = checked_counts(self._manifest.values.get(own_key("average", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         # What was frozen when it was saved, and is trained now, was on no wire: everything is spread anew.
         held = own_key("held", self._island)
@@ -348,7 +346,8 @@ class _Loading:
         """Continue with the average of the checkpoint, or begin one with the weights that were loaded."""
         means = self._runtime.means
         if means is not None and self._counts is not None:
-            means.counts = self._counts
+            updates, taken = self._counts
+            means.counts = updates, taken
         elif means is not None:
             means.restart()
         elif self._counts is not None and self._optim is not None and self._sharded.rank == 0:

@@ -65,13 +65,10 @@ def check_slices(manifest: Manifest, shapes: Mapping[str, Json], path: Path) -> 
     Raises:
         CheckpointError: A parameter cannot have such slices; the error names it.
     """
-    slices = manifest.values.get("slices", {})
-    for name, cut in slices.items() if isinstance(slices, dict) else [("slices", slices)]:
+    for name, (dim, ways) in manifest.values.get("slices", {}).items():
         shape = shapes.get(name, [])
-        dim, ways = cut if isinstance(cut, list) and len(cut) == 2 else (None, None)
-        whole = type(dim) is int and type(ways) is int and 0 <= dim < len(shape) and ways > 0
-        if not whole or shape[dim] % ways:
-            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {cut!r}")
+        if not ways or dim >= len(shape) or shape[dim] % ways:
+            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {[dim, ways]}")
 
 
 class StoredParameters:
@@ -92,15 +89,10 @@ class StoredParameters:
         return None if entry is None else entry.dtype
 
     def want(self, key: str, slot: Slot, offset: int, target: torch.Tensor, numel: int | None = None) -> None:
-        """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds.
-
-        Args:
-            key: Key of the vector, without its slice.
-            slot: Slot of the parameter.
-            offset: First element, relative to the slice.
-            target: 1-D, contiguous; filled once everything has been read and copied.
-            numel: Number of elements in this rank's slice; ``None`` for that of the parameter.
-        """
+        """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds:
+        those from ``offset`` on, relative to the slice, which has ``numel`` elements, by default the parameter's. The
+        ``key`` is that of the vector without its slice, and ``target``, 1-D and contiguous, is filled once everything
+        has been read and copied."""
         mine, cut = self._slices.get(slot.name), self._cuts.get(slot.name)
         numel = slot.numel if numel is None else numel
         if key in self._manifest.absent or sliced(key, 0) in self._manifest.absent:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.optimizer_shards import OwnedFragment
 
 
@@ -57,21 +56,3 @@ class WeightMeans:
         for mean, master in zip(self._means, self._masters, strict=True):
             mean.copy_(master)
         self.counts = (0, 0)
-
-
-def checked_counts(saved: object) -> tuple[int, int] | None:
-    """The counts that a checkpoint holds; ``None`` if it holds no average.
-
-    Args:
-        saved: What a save has written, or what else is there.
-
-    Raises:
-        CheckpointError: They are no counts.
-    """
-    if saved is None:
-        return None
-    if isinstance(saved, list) and len(saved) == 2:
-        updates, taken = saved
-        if type(updates) is int and type(taken) is int and 0 <= taken <= updates:
-            return updates, taken
-    raise CheckpointError(f"corrupt: the counts of the average are {saved!r:.80}, and should be two counts")
