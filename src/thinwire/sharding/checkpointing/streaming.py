@@ -75,14 +75,9 @@ def _streamed(model: nn.Module, module: Any) -> Callable[..., None]:
 
 
 def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[str, Any]], object], what: str) -> None:
-    """Let the first rank write the whole state of a module. Collective.
-
-    Args:
-        model: A sharded model.
-        module: It, or a module inside it.
-        write: Takes the state dict, and writes it by functions of ``safetensors``. Called on the first rank alone. The
-            tensors of shares have no values, see [Note: deferred tensors]; nothing may change them.
-        what: What the user has called, for messages.
+    """Let the first rank write the whole state of a sharded model, or of a module inside it, by calling ``write`` with
+    the state dict, which writes it by functions of ``safetensors``. The tensors of shares have no values, see [Note:
+    deferred tensors]; nothing may change them. ``what`` the user has called is for messages. Collective.
 
     Raises:
         CheckpointError: The first rank cannot write.

@@ -56,12 +56,8 @@ class PartState:
         return self._piece.start
 
     def exchange(self, group: AxisGroup, seed: int) -> tuple[torch.Tensor, Moves]:
-        """The mean change of all islands since the last outer step, fp32, and the moves that fill it.
-
-        Args:
-            group: Ranks of the same position in the islands that take part; others between two exchanges.
-            seed: Seed for codecs that round at random.
-        """
+        """The mean change since the last outer step, fp32, of all islands that take part, in which the ``group`` has
+        the ranks of the same position, and the moves that fill it. ``seed`` is for codecs that round at random."""
         change = torch.sub(self.anchor, self._packed()[self._piece])
         if self.part.encoded and self._settings.sends_visible:
             mean, unsent = torch.empty_like(change), self.lost[0]

@@ -44,15 +44,8 @@ class ShareUpdate:
             self.fragments_of.setdefault(fragment.unit, []).append(fragment)
 
     def perform(self, *, arrived: bool, at_once: bool) -> Set[int] | None:
-        """Update the share once its gradients have arrived.
-
-        Args:
-            arrived: Whether all gradients have arrived.
-            at_once: Whether everything has to be updated in one call.
-
-        Returns:
-            Numbers of the units that are still to be spread; ``None`` for all.
-        """
+        """Update the share once its gradients have ``arrived``, which all of them may have already, in one call if it
+        has to be ``at_once``. Returns the numbers of the units that are still to be spread; ``None`` for all."""
         if at_once or not self.by_unit:
             self._at_once()
         elif arrived:
