@@ -40,10 +40,9 @@ from thinwire.sharding.modules.discover import Selection, UnitModules, discover
 from thinwire.sharding.modules.quantized import packed_scales
 from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.optimizer.stock_optimizers import watch_optimizers
-from thinwire.sharding.params.arenas import Arenas, Flat, draw
+from thinwire.sharding.params.arenas import Arenas, Flat, InitialShards, draw
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.gathering import GatherLink
-from thinwire.sharding.params.initial_shards import InitialShards
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs, agreed_codecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter

@@ -58,7 +58,7 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
     sharded = runtime.sharded
     for unit in sharded.units:
         own = [owned for owned in fragments if owned.unit == unit.index]
-        pieces = " ".join(f"{one.fragment.slot.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
+        pieces = " ".join(f"{one.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         place = zlib.crc32(pieces.encode())
         if own:
             found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))

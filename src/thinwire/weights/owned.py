@@ -59,7 +59,7 @@ def _owned(runtime: Runtime) -> Iterator[_Part]:
         for buffer, slot, offset, run in frozen(sharded):
             yield slot.name, slot.shape, offset, buffer.values(run)
     if sharded.rank == 0:
-        for buffer in (buffer for unit in sharded.units for buffer in unit.buffers):
+        for buffer in sharded.buffers:
             for slot in buffer.layout.slots:
                 if not slot.numel:  # no rank owns what has no elements
                     yield slot.name, slot.shape, 0, buffer.full.new_empty(0)

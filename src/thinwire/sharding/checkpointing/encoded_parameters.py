@@ -17,7 +17,6 @@ from thinwire import codecs
 from thinwire.errors import CheckpointError, SpecError
 from thinwire.sharding.memory.layout import Run, Slot
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.stored_shard import decoded
 from thinwire.spec import CodecSpec
 
@@ -38,17 +37,15 @@ class EncodedForm(NamedTuple):
         Raises:
             CheckpointError: The manifest is corrupt.
         """
-        table = values.get(ENCODED, {})
-        stated = table.get(name) if isinstance(table, dict) else table
+        stated = values.get(ENCODED, {}).get(name)
         if stated is None:
             return None
-        if isinstance(stated, list) and len(stated) == 2 and stated[1] in ("float32", "bfloat16", "float16"):
-            try:
-                codec = CodecSpec(stated[0])
-            except SpecError:
-                codec = CodecSpec()
-            if codec.block is not None and not codec.needs_seed:
-                return cls(codec, getattr(torch, stated[1]))
+        try:
+            codec = CodecSpec(stated[0])
+        except SpecError:
+            codec = CodecSpec()
+        if codec.block is not None and not codec.needs_seed and stated[1] in ("float32", "bfloat16", "float16"):
+            return cls(codec, getattr(torch, stated[1]))
         raise CheckpointError(f"{path}: corrupt: it says of {name} that it is encoded as {ascii(stated)[:80]}")
 
     @property
@@ -85,12 +82,11 @@ class _Span(NamedTuple):
     dtype: torch.dtype
 
 
-def encoded_forms(units: Iterable[Unit]) -> dict[str, list[str]]:
+def encoded_forms(buffers: Iterable[FlatBuffer]) -> dict[str, list[str]]:
     """What a manifest says of the parameters that ranks keep encoded, by name."""
     return {
         slot.name: EncodedForm(buffer.layout.stored, buffer.layout.dtype).stated
-        for unit in units
-        for buffer in unit.buffers
+        for buffer in buffers
         if buffer.layout.stored is not None
         for slot in buffer.layout.slots
     }

@@ -82,16 +82,9 @@ _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def base_for(
     model: nn.Module, frozen: str | Path | None, path: Path, vectors: Mapping[str, ShardedVector], ranks: Control
 ) -> Base | None:
-    """What a save of these ranks does with frozen parameters: the base to write or to refer to; ``None`` without frozen
-    parameters. Collective.
-
-    Args:
-        model: The first part of the model that is saved.
-        frozen: What the user said about them; see :func:`thinwire.save`.
-        path: Directory of the checkpoint.
-        vectors: This rank's pieces of them, by key.
-        ranks: The ranks.
-    """
+    """What a save of these ranks does with frozen parameters, of which ``vectors`` are this rank's pieces: the base to
+    write or to refer to; ``None`` without frozen parameters. ``model`` is the first part of the model, and ``frozen``
+    what the user said; see :func:`thinwire.save`. Collective."""
     place = path.parent if frozen is None else None if frozen == REFERENCE else directory_of(frozen).absolute()
     known = _known.setdefault(model, _Known())
     contents = _contents(vectors, known.crc_of, ranks)

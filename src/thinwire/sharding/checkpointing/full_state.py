@@ -107,7 +107,7 @@ def _names(optim: ShardedOptimizer) -> list[Sequence[str]]:
 def _of_fragments(optim: ShardedOptimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:
     shares, ranks = optim.shares, optim.runtime.control
     assert shares is not None
-    owned = {item.fragment.slot.name: item for item in optim.fragments}
+    owned = {item.name: item for item in optim.fragments}
     mine = {name: _told(entries, item) for name, item in owned.items() if (entries := optim.state.get(item.value))}
     everyone = {name: told for of_rank in ranks.all_gather_typed(mine, _STATES) for name, told in of_rank.items()}
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
@@ -164,7 +164,7 @@ def _load_fragments(optim: ShardedOptimizer, names: Sequence[Sequence[str]], who
         for group, own in zip(inner.param_groups, local, strict=True):
             for value, index in zip(group["params"], own["params"], strict=True):
                 item = owned[id(value)]
-                if entries := whole["state"].get(numbers[item.fragment.slot.name]):
+                if entries := whole["state"].get(numbers[item.name]):
                     state[index] = {key: _piece(entry, item) for key, entry in entries.items()}
         options = [_options(group) | {"params": own["params"]} for group, own in zip(groups, local, strict=True)]
         groups_here = inner.param_groups

@@ -42,7 +42,6 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     union,
 )
 from thinwire.sharding.grads.unit_gradient import OwnedFragment
-from thinwire.sharding.grads.weight_means import checked_counts
 from thinwire.sharding.islands.exchanges import Exchanges
 from thinwire.sharding.islands.saved import own_key, own_masters, restore_lost, resume_turns, shared_pieces
 from thinwire.sharding.runtime.runtime import plan_of, runtime_of, sharded_of
@@ -59,8 +58,7 @@ def load(parts: Sequence[ModelAndOptimizer], directory: str | Path) -> dict[str,
     finish_save(ranks)
     for model, _ in parts:
         runtime_of(model).refuse("load()")
-    shapes = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
-    numbers = union(group_numbers(parts), ranks)
+    shapes, numbers = union(shapes_of(parts), ranks), union(group_numbers(parts), ranks)
     opened, manifest, keys = everywhere(lambda: _open(shapes, numbers, parts, path), ranks)
     same_plan = _holds(manifest, plan_of(parts[0][0]))  # those of other parts follow from it
     loading = [_Loading(model, optim, manifest, path, same_plan=same_plan) for model, optim in parts]
@@ -143,12 +141,12 @@ class _Loading:
         self._give_masters()
         self._new = optim.make_state(self._saved.keys()) if optim is not None else []
         self._loss_scale: Mapping[str, Json] | None = None
-        self._counts: tuple[int, int] | None = None
+        self._counts: list[int] | None = manifest.values.get(own_key("average", self._island))
 
     def _give_masters(self) -> None:
         """Give masters to frozen parameters that had some: those that an optimizer trained may be unfrozen again after
         the load, and others follow, as a mean teacher's do."""
-        frozen = [buffer for unit in self._sharded.units for buffer in unit.buffers if not buffer.layout.trainable]
+        frozen = [buffer for buffer in self._sharded.buffers if not buffer.layout.trainable]
         names = {slot.name for buffer in frozen if buffer.narrows for slot in buffer.layout.slots}
         names &= self._manifest.values.get("updated", {}).keys()
         if self._optim is not None:
@@ -163,11 +161,10 @@ class _Loading:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
         self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
-        self._counts = checked_counts(self._manifest.values.get(own_key("average", self._island)))
         stored = StoredParameters(self._manifest, self._sharded.slices, vectors)
         # What was frozen when it was saved, and is trained now, was on no wire: everything is spread anew.
         held = own_key("held", self._island)
-        trained = (buffer for unit in self._sharded.units for buffer in unit.buffers if buffer.layout.trainable)
+        trained = (buffer for buffer in self._sharded.buffers if buffer.layout.trainable)
         names = [slot.name for buffer in trained for slot in buffer.layout.slots]
         self._with_held &= all(stored.dtype_of(f"{held}/{name}") is not None for name in names)
         self._want_unoptimized(vectors, stored)
@@ -175,7 +172,7 @@ class _Loading:
         exchanges, means = self._runtime.exchanges, self._runtime.means
         apart = exchanges is not None and self._same_islands
         for owned in fragments:
-            slot, name, offset = owned.fragment.slot, owned.fragment.slot.name, owned.fragment.offset
+            slot, name, offset = owned.fragment.slot, owned.name, owned.fragment.offset
             self._refuse_encoded(name)
             masters = own_masters(self._island) if apart else "model"
             stored.want(f"{masters}/{name}", slot, offset, owned.value.detach().view(-1))
@@ -259,7 +256,7 @@ class _Loading:
     def _want_state(self, optim: FragmentStates, parameters: StoredParameters) -> None:
         """Register this rank's optimizer state for reading."""
         prefix, values = own_key("optimizer", self._island), self._manifest.values
-        frozen_again = frozen_masters(self._runtime)
+        frozen_again = frozen_masters(self._sharded)
         for owned in optim.fragments:
             slot = owned.fragment.slot
             if slot.name not in self._saved:
@@ -349,7 +346,8 @@ class _Loading:
         """Continue with the average of the checkpoint, or begin one with the weights that were loaded."""
         means = self._runtime.means
         if means is not None and self._counts is not None:
-            means.counts = self._counts
+            updates, taken = self._counts
+            means.counts = updates, taken
         elif means is not None:
             means.restart()
         elif self._counts is not None and self._optim is not None and self._sharded.rank == 0:

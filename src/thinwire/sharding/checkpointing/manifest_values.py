@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from thinwire.checkpoint.strict_json import quote
 from thinwire.errors import CheckpointError
@@ -33,13 +33,22 @@ def _is_of(kind: Any, value: object) -> bool:
     return True
 
 
+def _in_order(counts: list[int]) -> list[int]:
+    if counts[0] < counts[1]:
+        raise ValueError("the second one is larger")
+    return counts
+
+
 _Count = Annotated[int, Field(ge=0, lt=_MOST)]
+_TWO: Final = Field(min_length=2, max_length=2)
 _KINDS: Final[dict[str, tuple[Any, str]]] = {
     "plan": (str, "text"),
     "num_steps": (_Count, "a count"),
     "extra": (dict, "a table"),
     "shapes": (dict[str, list[_Count]], "a table of lists of counts"),
-    "slices": (dict[str, list[_Count]], "a table of lists of counts"),
+    "slices": (dict[str, Annotated[list[_Count], _TWO]], "a table of pairs of counts"),
+    "encoded": (dict[str, Annotated[list[str], _TWO]], "a table of pairs of text"),
+    "average": (Annotated[list[_Count], _TWO, AfterValidator(_in_order)], "two counts, the second one no larger"),
     "updated": (dict, "a table"),
     "optimizer": (str, "text"),
     "groups": (list[dict[str, Any]], "a list of tables"),
@@ -48,8 +57,8 @@ _KINDS: Final[dict[str, tuple[Any, str]]] = {
     "order": (list[str], "a list of text"),
 }
 """Types of values by their keys, and how messages name them."""
-_STATE: Final = re.compile(r"(island-\d+/)?optimizer/")
-"""How keys of a parameter's optimizer state begin."""
+_OF_ISLAND: Final = re.compile(r"^island-\d+/")
+"""How keys of what islands do not share begin."""
 _ALWAYS: Final = ("plan", "num_steps", "extra")
 
 
@@ -65,9 +74,10 @@ def check_values(values: Mapping[str, Any], problem: str) -> None:
     if missing:
         raise CheckpointError(f"{problem}: its manifest lacks {', '.join(map(repr, missing))}")
     for key, value in values.items():
-        kind, said = _KINDS.get(key.partition(" of ")[0], (None, ""))
+        of_island = _OF_ISLAND.sub("", key)
+        kind, said = _KINDS.get(of_island.partition(" of ")[0], (None, ""))
         fits = kind is None or _is_of(kind, value)
-        if _STATE.match(key):
+        if of_island.startswith("optimizer/"):
             fits, said = isinstance(value, bool) or _is_number(value), "a number that fp32 can hold, or a bool"
         if not fits:
             raise CheckpointError(f"{problem}: the value {key!r} is {quote(value)}, and should be {said}")

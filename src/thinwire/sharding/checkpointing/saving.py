@@ -48,7 +48,7 @@ from thinwire.sharding.checkpointing.stored_parameters import (
     ModelAndOptimizer,
     Vectors,
     add_frozen,
-    add_slice,
+    add_piece,
     everywhere,
     group_numbers,
     of_part,
@@ -60,6 +60,7 @@ from thinwire.sharding.islands.saved import lost_of, own_key, own_masters, share
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.runtime.averaging import APPLIED
 from thinwire.sharding.runtime.runtime import Runtime, runtime_of
+from thinwire.sharding.step.sharded_model import ShardedModel
 from thinwire.units import is_number
 
 _SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
@@ -214,17 +215,16 @@ def _collect(
     plan, num_steps = runtimes[0].plan, runtimes[0].num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(full=True), "num_steps": num_steps, "extra": dict(extra or {})}
     ranks = savers(parts)
-    values["shapes"] = union({name: shape for model, _ in parts for name, shape in shapes_of(model).items()}, ranks)
+    values["shapes"] = union(shapes_of(parts), ranks)
     sharded = [runtime.sharded for runtime in runtimes]
     slices = (item for part in sharded for item in part.slices.items())
-    cuts = {name: [cut.dim, cut.ways] for name, cut in slices if cut is not None}
-    values["slices"] = union(cuts, ranks)
-    updated = {name: "float32" for runtime in runtimes for name in frozen_masters(runtime)}
-    values |= {"updated": everyones} if (everyones := union(updated, ranks)) else {}
+    values["slices"] = union({name: [cut.dim, cut.ways] for name, cut in slices if cut is not None}, ranks)
+    if updated := union({name: "float32" for part in sharded for name in frozen_masters(part)}, ranks):
+        values["updated"] = updated
     if parts[0][1] is not None:
         values["group_numbers"] = union(group_numbers(parts), ranks)
     if any(part.codecs.stored is not None for part in sharded):
-        values[ENCODED] = union(encoded_forms(unit for part in sharded for unit in part.units), ranks)
+        values[ENCODED] = union(encoded_forms(buffer for part in sharded for buffer in part.buffers), ranks)
     for runtime, (_, optim) in zip(runtimes, parts, strict=True):
         runtime.join()
         _save_part(runtime, optim, vectors, values)
@@ -236,12 +236,11 @@ def _collect(
     return own, renamed(values, stored), {key: vector for key, vector in frozen.items() if vector.numel}
 
 
-def frozen_masters(runtime: Runtime) -> list[str]:
+def frozen_masters(sharded: ShardedModel) -> list[str]:
     """Names of frozen parameters that have masters, such as a mean teacher's."""
     return [
         slot.name
-        for unit in runtime.units
-        for buffer in unit.buffers
+        for buffer in sharded.buffers
         if buffer.layout.trainable
         for slot, compute in buffer.named
         if not compute.requires_grad
@@ -253,36 +252,31 @@ def _save_part(runtime: Runtime, optim: FragmentStates | None, vectors: Vectors,
     sharded, reducer, schedule = runtime.sharded, runtime.reducer, runtime.schedule
     exchanges, means = runtime.exchanges, runtime.means
     plan, part, island = sharded.plan, sharded.part, sharded.part.data.island
-    first_replica = sharded.is_first_replica
-    fragments, add = sharded.fragments, partial(add_slice, sharded, vectors)
+    fragments, add, first = sharded.fragments, partial(add_piece, sharded, vectors), sharded.is_first_replica
     for name, buffer in persistent_buffers(sharded.model):
-        dense = buffer.resolve_neg().contiguous()
-        value = dense.as_strided((buffer.numel(),), (1,)) if sharded.rank == island == 0 else None
-        add(f"buffer/{name}", name, buffer.numel(), 0, value)
+        dense = buffer.resolve_neg().contiguous().as_strided((buffer.numel(),), (1,))
+        vectors.add(f"buffer/{name}", buffer.numel(), 0, dense if sharded.rank == island == part.tensor == 0 else None)
     if exchanges is not None:
         exchanges.wait()
         for slot, offset, anchor, momentum in shared_pieces(exchanges, fragments):
-            name = slot.name
-            add(f"model/{name}", name, slot.numel, offset, anchor if island == 0 else None)
+            add(f"model/{slot.name}", slot, offset, anchor, saves=island == 0)
             if momentum is not None:
-                add(f"outer/momentum/{name}", name, slot.numel, offset, momentum if island == 0 else None)
+                add(f"outer/momentum/{slot.name}", slot, offset, momentum, saves=island == 0)
     for owned in fragments:
-        slot, name, offset = owned.fragment.slot, owned.fragment.slot.name, owned.fragment.offset
-        value = owned.value.detach().reshape(-1) if first_replica else None
+        slot, name, offset = owned.fragment.slot, owned.name, owned.fragment.offset
         masters = "model" if exchanges is None else own_masters(island)
-        add(f"{masters}/{name}", name, slot.numel, offset, value)
+        add(f"{masters}/{name}", slot, offset, owned.value.detach().reshape(-1), saves=first)
         if spreads_difference(plan):
-            add(f"{own_key('held', island)}/{name}", name, slot.numel, offset, owned.held if first_replica else None)
+            add(f"{own_key('held', island)}/{name}", slot, offset, owned.held, saves=first)
         if means is not None:
-            mean = means.of(owned) if first_replica else None
-            add(f"{own_key('average', island)}/{name}", name, slot.numel, offset, mean)
+            add(f"{own_key('average', island)}/{name}", slot, offset, means.of(owned), saves=first)
         for key, entry in (optim.state_of(owned) if optim is not None else {}).items():
             # A scalar parameter's moment may be NaN, like those of others, and a value of the manifest may not.
             if isinstance(entry, torch.Tensor) and (entry.dim() > 0 or not (owned.value.dim() or entry.isfinite())):
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
-                moment = entry.reshape(-1) if first_replica else None
-                add(f"{own_key('optimizer', island)}/{name}/{key}", name, numel, begin, moment)
+                full = f"{own_key('optimizer', island)}/{name}/{key}"
+                add(full, slot, begin, entry.reshape(-1), numel, saves=first)
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[own_key(f"optimizer/{name}/{key}", island)] = number

@@ -43,7 +43,7 @@ class ShareStates:
         self.fragments: Sequence[OwnedFragment] = sharded_of(model).fragments
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         self._optimizers = optimizers
-        self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}
+        self._owned = {owned.name: owned for owned in self.fragments}
         self._mine = {id(parameter) for parameter in model.parameters()}
         self.kind = "+".join(type(optimizer).__name__ for optimizer in optimizers)
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -72,7 +72,7 @@ class ShareStates:
 
     def make_state(self, names: Set[str]) -> list[OwnedFragment]:
         """Allocate missing state of the parameters with these names; returns the fragments that had none."""
-        self._owned = {owned.fragment.slot.name: owned for owned in self.fragments}  # a load may give masters to others
+        self._owned = {owned.name: owned for owned in self.fragments}  # a load may give masters to others
         made = []
         for optimizer in self._optimizers:
             shares = [share for share in self._shares_of(optimizer) if share.spec.name in self._owned.keys() & names]

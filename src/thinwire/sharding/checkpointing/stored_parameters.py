@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -65,13 +65,10 @@ def check_slices(manifest: Manifest, shapes: Mapping[str, Json], path: Path) -> 
     Raises:
         CheckpointError: A parameter cannot have such slices; the error names it.
     """
-    slices = manifest.values.get("slices", {})
-    for name, cut in slices.items() if isinstance(slices, dict) else [("slices", slices)]:
+    for name, (dim, ways) in manifest.values.get("slices", {}).items():
         shape = shapes.get(name, [])
-        dim, ways = cut if isinstance(cut, list) and len(cut) == 2 else (None, None)
-        whole = type(dim) is int and type(ways) is int and 0 <= dim < len(shape) and ways > 0
-        if not whole or shape[dim] % ways:
-            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {cut!r}")
+        if not ways or dim >= len(shape) or shape[dim] % ways:
+            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {[dim, ways]}")
 
 
 class StoredParameters:
@@ -92,15 +89,10 @@ class StoredParameters:
         return None if entry is None else entry.dtype
 
     def want(self, key: str, slot: Slot, offset: int, target: torch.Tensor, numel: int | None = None) -> None:
-        """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds.
-
-        Args:
-            key: Key of the vector, without its slice.
-            slot: Slot of the parameter.
-            offset: First element, relative to the slice.
-            target: 1-D, contiguous; filled once everything has been read and copied.
-            numel: Number of elements in this rank's slice; ``None`` for that of the parameter.
-        """
+        """Register elements of this rank's slice of a vector, unless the checkpoint only refers to what it holds:
+        those from ``offset`` on, relative to the slice, which has ``numel`` elements, by default the parameter's. The
+        ``key`` is that of the vector without its slice, and ``target``, 1-D and contiguous, is filled once everything
+        has been read and copied."""
         mine, cut = self._slices.get(slot.name), self._cuts.get(slot.name)
         numel = slot.numel if numel is None else numel
         if key in self._manifest.absent or sliced(key, 0) in self._manifest.absent:
@@ -168,39 +160,44 @@ class Vectors(dict[str, ShardedVector]):
         self[key] = ShardedVector(numel, before if tensor is None else (*before, Chunk(offset, tensor)))
 
 
-def add_slice(
+def add_piece(
     sharded: ShardedModel,
     vectors: Vectors,
     key: str,
-    name: str,
-    numel: int,
+    slot: Slot,
     offset: int,
-    tensor: torch.Tensor | None,
+    tensor: torch.Tensor,
+    numel: int | None = None,
+    *,
+    saves: bool,
 ) -> None:
-    """Add a chunk of this rank's slice of a parameter's vector; of a whole one, the first tensor-parallel rank's."""
-    saves = sharded.slices.get(name) is not None or sharded.part.tensor == 0
-    vectors.add(own_slice(sharded, key, name), numel, offset, tensor if saves else None)
+    """Add elements of this rank's slice of a vector, which :meth:`StoredParameters.want` reads again, if the rank
+    ``saves`` them: of a vector that tensor parallelism does not cut, the first tensor-parallel rank does."""
+    saves &= sharded.slices.get(slot.name) is not None or sharded.part.tensor == 0
+    numel = slot.numel if numel is None else numel
+    vectors.add(own_slice(sharded, key, slot.name), numel, offset, tensor if saves else None)
 
 
-def shapes_of(model: nn.Module) -> dict[str, Json]:
-    """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name: of a parameter, that
+def shapes_of(parts: Iterable[ModelAndOptimizer]) -> dict[str, Json]:
+    """Shapes of the parameters and persistent buffers that a checkpoint of parts holds, by name: of a parameter, that
     which it had when the model was sharded, whatever its module has been wrapped in since."""
-    buffers = [buffer for unit in sharded_of(model).units for buffer in unit.buffers]
-    first = {stored(slot.name): slot.name for buffer in buffers for slot in buffer.layout.slots}
-    parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
-    plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
-    named = [*((first.get(stored(name), name), tensor) for name, tensor in plain), *persistent_buffers(model)]
-    return {name: list(tensor.shape) for name, tensor in named}
+    shapes: dict[str, Json] = {}
+    for model, _ in parts:
+        first = {stored(slot.name): slot.name for buffer in sharded_of(model).buffers for slot in buffer.layout.slots}
+        parameters = [pair for pair in model.named_parameters() if not is_ignored(pair[1])]
+        plain = [inner for name, parameter in parameters for inner in inner_tensors(name, parameter)]
+        named = [*((first.get(stored(name), name), tensor) for name, tensor in plain), *persistent_buffers(model)]
+        shapes |= {name: list(tensor.shape) for name, tensor in named}
+    return shapes
 
 
 def frozen(sharded: ShardedModel) -> Iterator[tuple[FlatBuffer, Slot, int, Run]]:
     """Frozen parameters in this rank's P shard: the buffer, the parameter's slot, offset in it, its elements in the
     shard."""
-    for unit in sharded.units:
-        for buffer in unit.buffers:
-            if not buffer.layout.trainable:
-                for slot, offset, run in buffer.layout.pieces(sharded.shard):
-                    yield buffer, slot, offset, run
+    for buffer in sharded.buffers:
+        if not buffer.layout.trainable:
+            for slot, offset, run in buffer.layout.pieces(sharded.shard):
+                yield buffer, slot, offset, run
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,7 +218,7 @@ def add_frozen(sharded: ShardedModel, vectors: Vectors) -> None:
         else:
             pieces = list(encoded_vectors(buffer, slot, offset, run))
         for kind, numel, begin, piece in pieces:
-            add_slice(sharded, vectors, f"{kind}/{slot.name}", slot.name, numel, begin, piece if saves else None)
+            add_piece(sharded, vectors, f"{kind}/{slot.name}", slot, begin, piece, numel, saves=saves)
 
 
 def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -229,7 +226,7 @@ def add_masters(sharded: ShardedModel, vectors: Vectors, dtypes: Mapping[str, to
     they were frozen."""
     first = sharded.is_first_replica and sharded.part.data.island == 0
     for owned in sharded.fragments:
-        slot, key = owned.fragment.slot, f"model/{owned.fragment.slot.name}"
-        if (dtype := dtypes.get(own_slice(sharded, key, slot.name))) is not None:
-            piece = owned.value.detach().reshape(-1).to(dtype) if first else None
-            add_slice(sharded, vectors, key, slot.name, slot.numel, owned.fragment.offset, piece)
+        key, fragment = f"model/{owned.name}", owned.fragment
+        if (dtype := dtypes.get(own_slice(sharded, key, owned.name))) is not None:
+            piece = owned.value.detach().reshape(-1).to(dtype)
+            add_piece(sharded, vectors, key, fragment.slot, fragment.offset, piece, saves=first)

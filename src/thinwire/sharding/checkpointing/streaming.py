@@ -22,6 +22,7 @@ from typing import Any, Final
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from thinwire.agreement import NOTHING
@@ -74,14 +75,9 @@ def _streamed(model: nn.Module, module: Any) -> Callable[..., None]:
 
 
 def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[str, Any]], object], what: str) -> None:
-    """Let the first rank write the whole state of a module. Collective.
-
-    Args:
-        model: A sharded model.
-        module: It, or a module inside it.
-        write: Takes the state dict, and writes it by functions of ``safetensors``. Called on the first rank alone. The
-            tensors of shares have no values, see [Note: deferred tensors]; nothing may change them.
-        what: What the user has called, for messages.
+    """Let the first rank write the whole state of a sharded model, or of a module inside it, by calling ``write`` with
+    the state dict, which writes it by functions of ``safetensors``. The tensors of shares have no values, see [Note:
+    deferred tensors]; nothing may change them. ``what`` the user has called is for messages. Collective.
 
     Raises:
         CheckpointError: The first rank cannot write.
@@ -125,25 +121,14 @@ def with_whole_state(model: nn.Module, module: nn.Module, write: Callable[[dict[
         if prompts:
             object.__setattr__(module, _PROMPT, prompts.__getitem__)
         try:
-            with _writing_deferred():
-                torch.func.functional_call(_Calling(module), encoders, (lambda: write(whole),))
+            with _writing_deferred(), _reparametrize_module(module, encoders, tie_weights=True):
+                write(whole)
         finally:
             object.__delattr__(module, "state_dict")
             vars(module).pop(_PROMPT, None)
             gathering.end()
 
     ranks.agree(action, lambda problems: CheckpointError(f"{what}: {next(iter(problems.values()))}"), NOTHING)
-
-
-class _Calling(nn.Module):
-    """Calls a function, for ``torch.func.functional_call`` to give the model other parameters meanwhile."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return function()
 
 
 @torch.no_grad()
@@ -154,10 +139,10 @@ def _prompts(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torc
     configs = model.peft_config if hasattr(model, _PROMPT) else {}
     prompts, encoders = {}, dict[str, torch.Tensor]()
     for name in [name for name, config in configs.items() if config.is_prompt_learning]:
-        state = model.prompt_encoder[name].state_dict(keep_vars=True, prefix=f"model.prompt_encoder.{name}.")
+        state = model.prompt_encoder[name].state_dict(keep_vars=True, prefix=f"prompt_encoder.{name}.")
         encoders |= {key: whole_value(value, keep=True) for key, value in state.items()}
-        compute = functools.partial(getattr(model, _PROMPT), name)
-        prompts[name] = torch.func.functional_call(_Calling(model), encoders, (compute,))
+        with _reparametrize_module(model, encoders, tie_weights=True):
+            prompts[name] = getattr(model, _PROMPT)(name)
     return prompts, encoders
 
 

@@ -419,6 +419,11 @@ class OwnedFragment:
     begin: int
 
     @property
+    def name(self) -> str:
+        """Name of the fragment's parameter."""
+        return self.fragment.slot.name
+
+    @property
     def shown(self) -> torch.Tensor:
         """The gradient, where the optimizer reads it."""
         owned = self.source.owned

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.errors import CheckpointError
 from thinwire.sharding.grads.unit_gradient import OwnedFragment
 
 
@@ -26,12 +25,12 @@ class WeightMeans:
         self._decay, self._window = decay, window
         self._masters = [owned.value.detach() for owned in fragments]
         self._means = [master.clone() for master in self._masters]
-        self._by_name = {owned.fragment.slot.name: mean for owned, mean in zip(fragments, self._means, strict=True)}
+        self._by_name = {owned.name: mean for owned, mean in zip(fragments, self._means, strict=True)}
         self.counts = (0, 0)
 
     def of(self, owned: OwnedFragment) -> torch.Tensor:
         """The mean of a fragment, 1-D."""
-        return self._by_name[owned.fragment.slot.name].view(-1)
+        return self._by_name[owned.name].view(-1)
 
     def update(self) -> None:
         """Let the mean follow the masters. The first that it takes replace what it began with."""
@@ -57,18 +56,3 @@ class WeightMeans:
         for mean, master in zip(self._means, self._masters, strict=True):
             mean.copy_(master)
         self.counts = (0, 0)
-
-
-def checked_counts(saved: object) -> tuple[int, int] | None:
-    """The counts that a checkpoint holds; ``None`` if it holds no average.
-
-    Raises:
-        CheckpointError: They are no counts.
-    """
-    if saved is None:
-        return None
-    if isinstance(saved, list) and len(saved) == 2:
-        updates, taken = saved
-        if type(updates) is int and type(taken) is int and 0 <= taken <= updates:
-            return updates, taken
-    raise CheckpointError(f"corrupt: the counts of the average are {saved!r:.80}, and should be two counts")

@@ -50,13 +50,8 @@ class Tempo:
         self.begin(0, time.monotonic(), behind=False)
 
     def begin(self, step: int, met: float, *, behind: bool) -> None:
-        """Count from now on.
-
-        Args:
-            step: Updates made.
-            met: Moment of ``time.monotonic()`` at which the islands met, from which the others count.
-            behind: Whether this island has fetched since, so that it begins its steps later than they.
-        """
+        """Count from now on, after ``step`` updates. The others count from the moment of ``time.monotonic()`` at which
+        the islands ``met``; an island that is ``behind`` has fetched since, and begins its steps later than they."""
         self._met, self._began, self._first, self._behind = met, time.monotonic(), step, behind
 
     def cycle(self, step: int, due: int) -> float:

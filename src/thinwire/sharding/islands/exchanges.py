@@ -59,11 +59,8 @@ class Announcements:
         for place, number in enumerate(own):
             self._rows[group.index, place] = number
 
-    def before(self, moves: Moves) -> Moves:
-        """The moves of the exchange, once the islands have announced it to each other."""
-        return Moves([Move(Stage.GATHER_ACROSS, self._gather), *moves])
-
-    def _gather(self) -> None:
+    def gather(self) -> None:
+        """Announce to each other, before the moves of the exchange."""
         self._across.gather_uncounted(list(self._rows))
         if not self._across.native:  # the host would wait for the device, so it compares once the exchange has ended
             self.compare()
@@ -123,17 +120,19 @@ class Exchanges:
         infos = [unit.info for unit in sharded.units]
         numbers = range(self._settings.fragments)
         self._units = [exchanged_units(sharded.plan, infos, fragment) for fragment in numbers]
-        self._parts: list[list[PartState]] = []
         self.share: float | None = None if self._settings.schedule else 0.0
         self.pending: dict[int, Pending] = {}
         self.alike_since: dict[int, int] = {}
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[list[PartState]]:
         """The state of each fragment's vectors. Before the first update, they start from the present masters."""
-        if not self._parts:
-            self._parts = [self._states(fragment) for fragment in range(self._settings.fragments)]
-        return self._parts
+        sharded = self._sharded
+        infos = [unit.info for unit in sharded.units]
+        return [
+            [PartState(sharded, part) for part in exchange_parts(sharded.plan, infos, fragment, sharded.share)]
+            for fragment in range(self._settings.fragments)
+        ]
 
     def hold(self) -> None:
         """Keep the present masters as what all islands agree on, unless there is something already."""
@@ -191,28 +190,13 @@ class Exchanges:
             raise unknown_progress(f"islands.schedule = {[list(pair) for pair in self._settings.schedule]}")
         return self.share
 
-    def _states(self, fragment: int) -> list[PartState]:
-        sharded = self._sharded
-        replicas: AxisGroup | None = sharded.axes.get((Axis.REPLICA, Lane.OUTER))
-        infos = [unit.info for unit in sharded.units]
-        states = []
-        for part in exchange_parts(sharded.plan, infos, fragment, sharded.share):
-            buffers = [
-                buffer
-                for unit in part.units
-                for buffer in sharded.units[unit].buffers
-                if buffer.layout.trainable and buffer.layout.encoded is part.encoded
-            ]
-            states.append(PartState(part, buffers, sharded.share, replicas, self._settings, sharded.codecs.outer))
-        return states
-
     def _start(self, announced: Announced, due: int) -> Pending:
         lanes, tickets, fragment = self._sharded.lanes, list[Ticket](), announced.fragment
         announcements = Announcements(self._group, announced, self._sharded.device)
         for number, state in enumerate(self.parts[fragment]):
             mean, moves = state.exchange(self._group, self._sharded.seeds.of_exchange(fragment))
             if number == 0:
-                moves = announcements.before(moves)
+                moves = Moves([Move(Stage.GATHER_ACROSS, announcements.gather), *moves])
             part, step = state.part, functools.partial(state.step, mean)
             load = Load(f"exchange fragment {fragment}", Axis.ISLANDS, part.units, part.encoded)
             ticket = lanes.submit(Lane.OUTER, moves.then(step), load=load)

@@ -10,29 +10,21 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_spans
 from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs
+from thinwire.collectives.reduce_scatter import EXACT
 from thinwire.collectives.topology import AxisGroup
 from thinwire.collectives.visible_mean import visible_mean
-from thinwire.program import ExchangePart
+from thinwire.program import Axis, ExchangePart, Lane
 from thinwire.program.islands import ALIGNED
 from thinwire.program.wire import shortening
 from thinwire.sharding.memory.layout import Run
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.spec.plan_parts.islands import Islands
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 
 class PartState:
     """The vector of this rank's shares that a fragment exchanges with one codec, or without.
 
     Where several ranks of an island own the same shares, each keeps the state of an equal piece of the vector.
-
-    Args:
-        part: Description of the vector.
-        buffers: Flat buffers with shares in it, in order.
-        share: Index of this rank on the shard axis.
-        replicas: Ranks of the island that own the same shares.
-        settings: The plan's islands.
-        codecs: Codecs of encoded changes.
 
     Attributes:
         part: Description of the vector.
@@ -42,23 +34,19 @@ class PartState:
         lost: What this rank's message and its piece of the mean left out, fp32; ``None`` where there is none.
     """
 
-    def __init__(
-        self,
-        part: ExchangePart,
-        buffers: Sequence[FlatBuffer],
-        share: int,
-        replicas: AxisGroup | None,
-        settings: Islands,
-        codecs: HopCodecs,
-    ) -> None:
-        self.part, self._replicas, self._settings, self._codecs = part, replicas, settings, codecs
-        self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
+    def __init__(self, sharded: ShardedModel, part: ExchangePart) -> None:
+        assert sharded.plan.islands is not None
+        self.part, self._settings, self._codecs = part, sharded.plan.islands, sharded.codecs.outer
+        buffers = [buffer for unit in part.units for buffer in sharded.units[unit].buffers if buffer.layout.trainable]
+        exchanged = [buffer for buffer in buffers if buffer.layout.encoded is part.encoded]
+        self.sources = [(buffer, buffer.shares[sharded.share]) for buffer in exchanged]
         self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
-        self._device = buffers[0].full.device if buffers else torch.device("cpu")  # masters may live on the host
+        self._device = sharded.device  # masters may live on the host
+        self._replicas = replicas = sharded.axes.get((Axis.REPLICA, Lane.OUTER))  # ranks that own the same shares
         count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
         self._piece = slice(part.length // count * index, part.length // count * (index + 1))
         self.anchor = self._packed()[self._piece].clone()
-        self.momentum = torch.zeros_like(self.anchor) if settings.outer.momentum else None
+        self.momentum = torch.zeros_like(self.anchor) if self._settings.outer.momentum else None
         self.lost: list[torch.Tensor | None] = [None, None]
         self._values: torch.Tensor | None = None
 
@@ -68,12 +56,8 @@ class PartState:
         return self._piece.start
 
     def exchange(self, group: AxisGroup, seed: int) -> tuple[torch.Tensor, Moves]:
-        """The mean change of all islands since the last outer step, fp32, and the moves that fill it.
-
-        Args:
-            group: Ranks of the same position in the islands that take part; others between two exchanges.
-            seed: Seed for codecs that round at random.
-        """
+        """The mean change since the last outer step, fp32, of all islands that take part, in which the ``group`` has
+        the ranks of the same position, and the moves that fill it. ``seed`` is for codecs that round at random."""
         change = torch.sub(self.anchor, self._packed()[self._piece])
         if self.part.encoded and self._settings.sends_visible:
             mean, unsent = torch.empty_like(change), self.lost[0]

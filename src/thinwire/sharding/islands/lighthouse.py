@@ -60,13 +60,8 @@ class Lighthouse:
         The lighthouse waits for late islands from the moment at which the first one has asked. An island that comes
         long before the others therefore asks anew while they are not expected: otherwise, they would not be waited for.
 
-        Args:
-            own: What this island says of itself.
-            deadline: Moment of ``time.monotonic()`` at which it gives up.
-            expected: When the others are expected.
-
         Raises:
-            CollectiveError: No answer has come by then.
+            CollectiveError: No answer has come by the deadline, a moment of ``time.monotonic()``.
         """
         if not self._beating.is_alive():
             self._beating.start()
@@ -190,17 +185,9 @@ def _said(data: Mapping[Any, Any] | None) -> Participant:
 
 
 def serve(host: str, port: int, *, wait: float, silence: float) -> Any:
-    """Start torchft's lighthouse in this process.
-
-    Args:
-        host: Address to listen at.
-        port: Port; 0 for a free one.
-        wait: Longest wait for islands that are late, in seconds.
-        silence: Seconds without a sign of life after which an island is gone.
-
-    Returns:
-        The server, with ``address()`` and ``shutdown()``.
-    """
+    """Start torchft's lighthouse in this process, which listens at this address and port, 0 for a free one. It waits so
+    many seconds for islands that are late, and takes one for gone after so many of ``silence``. Returns the server,
+    with ``address()`` and ``shutdown()``."""
     require("islands", "thinwire lighthouse")
     os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
-import torch
 import torch.distributed as dist
 from zlib_ng import zlib_ng
 
 from thinwire.agreement import NOTHING, Typed
 from thinwire.collectives.gateway.keys import NOT_FOR_ISLANDS
-from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.group import Control
 from thinwire.collectives.job.current import job
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.sharding.islands.lighthouse import Lighthouse, own_address
 from thinwire.sharding.islands.peers import PeerAxis, host_store, meet_peers
 from thinwire.sharding.islands.quorum import Expected, Participant, Quorum
 from thinwire.sharding.islands.transfer import StateServer, fetch
-from thinwire.spec import Plan
+from thinwire.sharding.step.sharded_model import ShardedModel
 
 T = TypeVar("T")
 
@@ -43,11 +43,10 @@ class OtherIslands:
         UsageError: On every rank, if the number, the address or the installation cannot be used.
     """
 
-    def __init__(
-        self, plan: Plan, island: int, lighthouse: str, ranks: Control, device: torch.device, meter: Meter
-    ) -> None:
+    def __init__(self, sharded: ShardedModel, island: int, lighthouse: str, ranks: Control) -> None:
+        plan = sharded.plan
         assert plan.islands is not None
-        self._settings, self._ranks, self._device, self._meter = plan.islands, ranks, device, meter
+        self._settings, self._ranks, self._device, self._meter = plan.islands, ranks, sharded.device, sharded.meter
         self._everywhere(lambda: _check(island, self._settings.count), NOTHING)
         name = ranks.all_gather_typed(f"{island:05d}-{uuid.uuid4().hex}", _TEXT)[0]
         self._lighthouse: Lighthouse | None = None
@@ -159,29 +158,18 @@ class OtherIslands:
 
     def confirm(self, axis: PeerAxis | None, *, succeeded: bool, checksum: int) -> bool:
         """Whether all ranks of all members have succeeded, with the same result; the last word before a result counts.
-
-        Args:
-            axis: The members; ``None`` if they could not be connected.
-            succeeded: Whether this rank has.
-            checksum: Of this rank's result, below 2^63.
-        """
+        ``axis`` is ``None`` if the members could not be connected; the checksum of this rank's result is below 2^63."""
         everyone = self.agree(succeeded=succeeded)
         confirmed = False
         if axis is not None:
-            try:
+            with contextlib.suppress(RuntimeError):
                 others = axis.gather_numbers([int(everyone), checksum])
                 confirmed = all(other == [1, checksum] for other in others)
-            except RuntimeError:
-                confirmed = False
         return self.agree(succeeded=confirmed)
 
     def publish(self, meeting: Quorum, message: Callable[[], bytes] | None) -> None:
-        """Let those that came to a meeting fetch this rank's state.
-
-        Args:
-            meeting: The meeting.
-            message: Makes the state, for islands that fetch it from this one; ``None`` if the exchange has failed.
-        """
+        """Let those that came to a meeting fetch this rank's state, which ``message`` makes; ``None`` if the exchange
+        has failed."""
         sources = [meeting.source_of(comer.name).name for comer in meeting.comers]
         awaited = sources.count(self.own.name)
         if awaited and self._server is not None:

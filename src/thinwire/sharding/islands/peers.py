@@ -39,14 +39,8 @@ class Peers(Subgroup):
 
 
 class PeerAxis(AxisGroup):
-    """The axis of islands with the members of one meeting, each a node of its own.
-
-    Args:
-        links: The connections; ``None`` for a single member.
-        index: Index of this rank's island among the members.
-        size: Number of members.
-        meter: Counts the bytes.
-    """
+    """The axis of islands with the members of one meeting, each a node of its own: ``size`` of them, of which this
+    rank's island has an index, with connections, but for a single member."""
 
     def __init__(self, links: Connections | None, index: int, size: int, meter: Meter) -> None:
         alone = {stage: Peers(None, 0, 1, stage, meter) for stage in TRANSFERS if stage.scope is Scope.INSIDE}
@@ -68,11 +62,8 @@ class PeerAxis(AxisGroup):
 
 
 def host_store(address: str) -> tuple[dist.Store, str]:
-    """A store on this host, which listens at this address only.
-
-    Returns:
-        The store, which serves as long as it is kept, and ``HOST:PORT``.
-    """
+    """A store on this host, which listens at this address only, and serves as long as it is kept; and its
+    ``HOST:PORT``."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family)
     port = int(listener.getsockname()[1])

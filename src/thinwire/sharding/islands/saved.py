@@ -38,7 +38,7 @@ def shared_pieces(
         The slot of the parameter; the first element of a piece, relative to the parameter; its values after the last
         outer step, fp32, 1-D; the outer momentum, of the same size, ``None`` without momentum.
     """
-    by_name = {owned.fragment.slot.name: owned for owned in fragments}
+    by_name = {owned.name: owned for owned in fragments}
     for _, state in labelled(exchanges.parts):
         begin = 0
         for buffer, runs in state.sources:

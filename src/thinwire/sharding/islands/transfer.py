@@ -62,11 +62,8 @@ def unpack(message: bytes) -> tuple[dict[str, torch.Tensor], bytes]:
 
 
 class StateServer:
-    """Serves the state of one rank.
-
-    Args:
-        host: Address to listen at.
-        timeout: Seconds without progress after which a connection is given up.
+    """Serves the state of one rank at an address of this host. A connection is given up after ``timeout`` seconds
+    without progress.
 
     Attributes:
         address: Where others fetch, with a word that nobody guesses.
@@ -83,13 +80,8 @@ class StateServer:
         self.address = f"http://{shown}:{self._server.server_address[1]}/{word}"
 
     def publish(self, key: str, message: bytes, awaited: int) -> None:
-        """Serve a state from now on.
-
-        Args:
-            key: Quorum after whose exchange the state is.
-            message: The state; empty if the exchange has failed.
-            awaited: Number of islands that will fetch it from this rank.
-        """
+        """Serve from now on the state after the exchange of the quorum with this key, a message that is empty if the
+        exchange has failed. So many islands are awaited, which will fetch it from this rank."""
         with self._lock:
             self._key, self._message, self._awaited = key, message, awaited if message else 0
 
@@ -149,13 +141,9 @@ def _handler(server: StateServer, word: str, limit: float) -> type[http.server.B
 
 
 def fetch(address: str, key: str, timeout: float, deadline: float) -> bytes:
-    """Fetch the state that a rank of another island has after a meeting's exchange.
-
-    Args:
-        address: The other rank's :attr:`StateServer.address`.
-        key: The meeting.
-        timeout: Seconds without progress after which this gives up.
-        deadline: Moment of ``time.monotonic()`` until which the state must be there.
+    """Fetch the state that a rank of another island, whose :attr:`StateServer.address` is given, has after the exchange
+    of the meeting with this key. It must be there until the deadline, a moment of ``time.monotonic()``; this gives up
+    after ``timeout`` seconds without progress.
 
     Raises:
         CollectiveError: The exchange has failed, the other island is gone, or what came is damaged.

@@ -146,9 +146,8 @@ def _group(
     fragments: Sequence[OwnedFragment],
     groups: list[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[list[Any]], dict[str, int]]:
-    """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
-
-    All ranks have the same groups, but a rank may own no element of a group.
+    """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one. All ranks
+    have the same groups, but a rank may own no element of a group.
 
     Returns:
         The groups; for each what it shows: its trained parameters, in the order of units; and the numbers of the
@@ -170,7 +169,7 @@ def _group(
     if trained - group_of.keys() or not cut:
         cut.append({"params": []})
     for owned in fragments:
-        cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
+        cut[group_of.get(owned.name, len(cut) - 1)]["params"].append(owned.value)
     if not shares:
         return cut, [Unreadable() for _ in cut], group_of
     shown: list[list[Any]] = [[] for _ in cut]

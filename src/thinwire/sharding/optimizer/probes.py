@@ -79,10 +79,7 @@ class Trial:
             )
 
     def refuse_unlike_ranks(self, *, cut: bool) -> None:
-        """Refuse an optimizer whose updates would differ from rank to rank.
-
-        Args:
-            cut: Whether ranks own different parameters.
+        """Refuse an optimizer whose updates would differ from rank to rank, which own different parameters if ``cut``.
 
         Raises:
             UsageError: The optimizer draws random numbers, or its update of a parameter depends on gradients of others.

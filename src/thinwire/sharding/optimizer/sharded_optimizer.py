@@ -144,18 +144,9 @@ class ShardedOptimizer(ShareOptimizer):
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
-        sharded = runtime.sharded
-        self._update = ShareUpdate(
-            self.owned,
-            self.reducer,
-            runtime.spreads,
-            runtime.programs,
-            self.step_check.used,
-            by_unit=by_unit,
-            copies=sharded.plan.accumulate_dtype != "float32",
-        )
+        self._update = ShareUpdate(inner, runtime, by_unit=by_unit)
         self._skipped_steps = 0
-        on_device = sharded.decides_on_device and sharded.plan.residence.optimizer != "host-update"
+        on_device = runtime.sharded.decides_on_device and runtime.plan.residence.optimizer != "host-update"
         self._skips_on_device = on_device and takes_found_inf(self.inner)
         if loss_scale is not None:
             loss_scale.await_update = self.step_check.read_norms
@@ -175,7 +166,7 @@ class ShardedOptimizer(ShareOptimizer):
     @property
     def group_numbers(self) -> dict[str, int]:
         """The number of a parameter's group, by the parameter's name, for those of which this rank has a fragment."""
-        names = {id(owned.value): owned.fragment.slot.name for owned in self.fragments}
+        names = {id(owned.value): owned.name for owned in self.fragments}
         with self.owned.over_fragments() as inner:
             return {names[id(value)]: n for n, group in enumerate(inner.param_groups) for value in group["params"]}
 
@@ -190,7 +181,7 @@ class ShardedOptimizer(ShareOptimizer):
         buffers, and this rank's fragments of them."""
         self._expected |= {slot.name: (part, []) for part in parts for slot in part.layout.slots}
         for one in owned:
-            self._expected[one.fragment.slot.name][1].append(one)
+            self._expected[one.name][1].append(one)
 
     def _take_expected(self, names: Iterable[str], number: int | None = None) -> None:
         """Put unfrozen parameters into a group; by default, each into its own.

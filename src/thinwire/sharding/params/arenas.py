@@ -1,25 +1,34 @@
-"""Lays out the flat buffers of a model, and carves them from one allocation for each kind of shard."""
+"""Lays out the flat buffers of a model, carves them from one allocation for each kind of shard, and provides their
+initial values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from thinwire.agreement import NOTHING
 from thinwire.codecs import Codec
+from thinwire.collectives.group import Control
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import MismatchError, ThinwireError
 from thinwire.program import Axis, Lane, axis_index
 from thinwire.program.wire import frozen_codec, is_excluded, rounds_parameters, separates
+from thinwire.sharding.memory.initial import InitialValues, read_shard
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out
-from thinwire.sharding.memory.local import local_tensor, slice_of
+from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
 from thinwire.sharding.modules.discover import UnitModules
 from thinwire.sharding.modules.quantized import keeps_bits
 from thinwire.sharding.params.flat_buffer import FlatBuffer
-from thinwire.sharding.params.stored_shard import StoredShard, stored_bytes
+from thinwire.sharding.params.stored_shard import StoredShard
 from thinwire.spec import CodecSpec, Plan
+
+_TOGETHER = 1 << 18
+"""Elements of small buffers that are broadcast together."""
 
 
 @dataclass
@@ -171,7 +180,9 @@ def has_own_masters(layout: FlatLayout, plan: Plan) -> bool:
 
 def _kept(layout: FlatLayout) -> tuple[torch.dtype, int]:
     """What ranks keep of a P shard: dtype and number of elements."""
-    return (layout.dtype, layout.shard_numel) if layout.stored is None else (torch.uint8, stored_bytes(layout))
+    if layout.stored is None:
+        return layout.dtype, layout.shard_numel
+    return torch.uint8, layout.stored.slot_bytes(layout.shard_numel, layout.dtype)
 
 
 class _Arena:
@@ -191,3 +202,80 @@ class _Arena:
     def carve(self, numel: int) -> torch.Tensor:
         self._at += numel
         return self.memory[self._at - numel : self._at]
+
+
+@dataclass
+class InitialShards:
+    """Provides the initial values of the P shards with index ``shard``, one of the ``flats`` after the other. They are
+    the first rank's of ``control``, or this rank's own without it; ``values``, if the parameters do not hold them.
+    """
+
+    flats: Sequence[Flat]
+    part: LocalPart
+    control: Control | None
+    values: InitialValues | None
+    slices: Mapping[str, Slice | None]
+    shard: int
+
+    def __post_init__(self) -> None:
+        self._problem: ThinwireError | None = None
+        self._left = deque(self.flats)
+        self._wholes: deque[torch.Tensor] = deque()  # values of the next buffers
+
+    def __call__(self, flat: Flat) -> torch.Tensor:
+        """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if that holds no
+        floating-point values."""
+        layout = flat.layout
+        if self.values is None:
+            begin = self.shard * layout.shard_numel
+            return self._next_whole()[begin : begin + layout.shard_numel]
+        if self._problem is None:
+            try:
+                return read_shard(layout, self.shard, self.values, self.slices)
+            except ThinwireError as error:
+                self._problem = error  # agree() raises it, because the other ranks continue until then
+        return torch.zeros(layout.shard_numel, dtype=layout.dtype, device="cpu")
+
+    def agree(self, control: Control) -> None:
+        """Raise on every rank if any rank could not read its values.
+
+        Raises:
+            ThinwireError: The error of this rank, or a :class:`MismatchError` that quotes the error of another rank.
+        """
+        if self.values is None:
+            return
+
+        def raise_own() -> None:
+            if self._problem is not None:
+                raise self._problem
+
+        def unread(problems: Mapping[int, str]) -> MismatchError:
+            rank, text = next(iter(problems.items()))
+            return MismatchError(f"rank {rank} cannot read its initial values: {text}")
+
+        control.agree(raise_own, unread, NOTHING, raises_own=True)
+
+    def _next_whole(self) -> torch.Tensor:
+        """Initial values of the next whole buffer, taken from the first rank if ranks are synchronised."""
+        if not self._wholes:
+            together = [self._left.popleft()]
+            dtype, device = _dtype(together[0]), together[0].parameters[0].device
+            left = _TOGETHER - together[0].layout.numel
+            while self._left and _dtype(self._left[0]) == dtype and self._left[0].layout.numel <= left:
+                together.append(self._left.popleft())
+                left -= together[-1].layout.numel
+            values = torch.zeros(sum(flat.layout.numel for flat in together), dtype=dtype, device=device)
+            self._wholes.extend(values.split([flat.layout.numel for flat in together]))
+            for flat, whole in zip(together, self._wholes, strict=True):
+                for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+                    value = self.part.masters.get(slot.name, parameter.detach())
+                    whole[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
+            if self.control is not None:
+                self.control.broadcast(values)
+        return self._wholes.popleft()
+
+
+def _dtype(flat: Flat) -> torch.dtype:
+    first = flat.parameters[0]
+    has_values = first.is_floating_point() and not any(map(keeps_bits, flat.parameters))
+    return torch.float32 if has_values else flat.layout.dtype

@@ -18,12 +18,6 @@ from thinwire.program.shares import ALIGNMENT_BYTES
 from thinwire.sharding.memory.layout import FlatLayout, Run
 
 
-def stored_bytes(layout: FlatLayout) -> int:
-    """Bytes of the message of a P shard."""
-    assert layout.stored is not None
-    return layout.stored.slot_bytes(layout.shard_numel, layout.dtype)
-
-
 class StoredShard:
     """A P shard that is kept as a message, uint8, which may lie on the host. Values are encoded and decoded on
     ``device``, in blocks of ``block`` elements."""

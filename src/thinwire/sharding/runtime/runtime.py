@@ -325,7 +325,7 @@ class Runtime:
         exchanges.close()  # an earlier entry would be another island, which the others would wait for
         self.join_spreads()
         exchanges.hold()
-        others = OtherIslands(self.plan, island, lighthouse, self.data_ranks, self.sharded.device, self.meter)
+        others = OtherIslands(self.sharded, island, lighthouse, self.data_ranks)
         entered = exchanges.enter(others, optimizer)
         if entered.fetched:
             self.loaded(entered.step, with_replicas=False)

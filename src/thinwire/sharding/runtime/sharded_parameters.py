@@ -24,8 +24,7 @@ from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.step.sharded_model import ShardedModel
-from thinwire.sharding.tensors.holders import Holders
-from thinwire.sharding.tensors.spec import ShareSpec
+from thinwire.sharding.tensors.spec import Holders, ShareSpec
 
 _MANAGED = "_thinwire_share"
 """Attribute of a compute tensor that holds its share, which replaces it outside of passes."""
@@ -191,13 +190,12 @@ def _holders(sharded: ShardedModel, *, trained: bool) -> Holders:
     params, shard, group = axes[Axis.PARAMS, Lane.REDUCE], axes[Axis.SHARD, Lane.REDUCE], axes[Axis.WORLD, Lane.CONTROL]
     pieces = params.size * shard.size if trained else params.size
     speaks = sharded.is_first_replica and (trained or shard.index == 0)
-    if sharded.world is None:
-        return Holders(pieces, group, group, torch.device("cpu"), data, speaks=speaks)
-    return Holders(pieces, group, sharded.world, sharded.device, data, speaks=speaks)
+    summing, device = (group, torch.device("cpu")) if sharded.world is None else (sharded.world, sharded.device)
+    return Holders(pieces, group, summing, device, data, speaks)
 
 
 def _by_name(fragments: Iterable[OwnedFragment]) -> dict[str, OwnedFragment]:
-    return {owned.fragment.slot.name: owned for owned in fragments}
+    return {owned.name: owned for owned in fragments}
 
 
 def _become(frozen: ShardedParameter, trained: ShardedParameter) -> ShardedParameter:

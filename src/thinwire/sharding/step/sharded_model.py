@@ -3,7 +3,7 @@ frozen parameters may become trained ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient, fragments_of
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.local import LocalPart, Slice
+from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
 from thinwire.sharding.params.plan_codecs import PlanCodecs
 from thinwire.sharding.params.seeds import Seeds, StepCounter
@@ -79,6 +80,11 @@ class ShardedModel:
             for buffer, part in zip(trained, self.gradients.get(unit.index, ()), strict=True):
                 owned += fragments_of(buffer, part, self.shard, self.share)
         return owned
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        """The flat buffers of all units."""
+        return (buffer for unit in self.units for buffer in unit.buffers)
 
     @property
     def shard(self) -> int:

@@ -306,7 +306,7 @@ class StepCheck:
         """Of parameters that no other tensor-parallel rank holds."""
         self._reducer.settle()
         fragments, slices = self._sharded.fragments, self._sharded.slices
-        own = [owned for owned in fragments if slices[owned.fragment.slot.name] is not None]
+        own = [owned for owned in fragments if slices[owned.name] is not None]
         return _block_norms([owned.grad for owned in own if not owned.source.owned.empty])
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:

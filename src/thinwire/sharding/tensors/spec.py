@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
 import torch
 
+from thinwire.agreement import Typed
+from thinwire.collectives.all_gather import all_gather, gather_rows
+from thinwire.collectives.group import Control
+from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import UsageError
-from thinwire.sharding.tensors.holders import Holders
 
 
 class NeedsWhole(UsageError):
@@ -127,6 +131,84 @@ def boxes(shape: Sequence[int], offset: int, length: int) -> list[Box]:
     return cut
 
 
+Spans = dict[str, tuple[int, int]]
+"""For each parameter, the first element and the number of elements on a rank."""
+
+_ROW: Final[Typed[tuple[int, bool, Spans]]] = Typed(tuple[int, bool, Spans])
+
+
+@dataclass(eq=False)
+class Holders:
+    """The ranks that hold the pieces of the parameters of a model, and of tensors with the same cut; they exchange
+    them over the control lane of the model.
+
+    Attributes:
+        pieces: Number of distinct pieces; 1 if every rank holds the whole tensor.
+        group: The ranks, for tensors on the host.
+        summing: The same ranks, for contributions to reductions.
+        device: Where such contributions are exchanged.
+        control: The same ranks.
+        speaks: Whether this rank contributes its pieces; of several ranks that hold the same, one does.
+        spans: Those of this rank; complete before the first exchange.
+    """
+
+    pieces: int
+    group: AxisGroup
+    summing: AxisGroup
+    device: torch.device
+    control: Control
+    speaks: bool
+    spans: Spans = field(default_factory=dict)
+
+    def combined(self, partial: torch.Tensor) -> torch.Tensor:
+        """Exchange the contributions of pieces to a reduction, ``[k]``, on the CPU or the device of the parameters:
+        float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once. Collective."""
+        if self.pieces == 1:
+            return partial.double().reshape(1, -1)
+        rows = gather_rows(self.summing, partial.to(self.device, torch.float64))
+        return rows.index_select(0, self._speaking)
+
+    def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """Gather the whole tensor, 1-D, from all pieces (contiguous, 1-D, any dtype), on the device of this rank's;
+        ``name`` is that of a parameter with the same cut. Collective."""
+        everyones = self._table
+        # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
+        sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
+        whole = torch.zeros(sum(sizes), dtype=piece.dtype, device="cpu")
+        begin = sum(sizes[: self.group.index])
+        if self.speaks and piece.numel():
+            whole[begin : begin + piece.numel()].copy_(piece)
+        all_gather(self.group, whole, sizes).perform()
+        total = sum(spans[name][1] for speaks, spans in everyones if speaks)
+        result = torch.empty(total, dtype=piece.dtype, device="cpu")
+        for part, (speaks, spans) in zip(whole.split(sizes), everyones, strict=True):
+            offset, length = spans[name]
+            if speaks and length:
+                result[offset : offset + length].copy_(part)
+        return result.to(piece.device)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Average a plain tensor over all ranks. Collective."""
+        flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
+        return gather_rows(self.group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's ``values``, which are uint8 on the CPU. Collective."""
+        return gather_rows(self.group, values)[0].contiguous()
+
+    @functools.cached_property
+    def _speaking(self) -> torch.Tensor:
+        """Indices of the ranks that contribute their pieces; together they have each piece once."""
+        indices = [index for index, (speaks, _) in enumerate(self._table) if speaks]
+        return torch.tensor(indices, device=self.device)
+
+    @functools.cached_property
+    def _table(self) -> list[tuple[bool, Spans]]:
+        """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
+        everyone = self.control.all_gather_typed((self.group.index, self.speaks, self.spans), _ROW)
+        return [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
+
+
 @dataclass(frozen=True, eq=False)
 class ShareSpec:
     """Position of a rank's piece in a tensor.
@@ -154,7 +236,7 @@ class ShareSpec:
         """Whether the pieces of two tensors have the same elements on every rank."""
         return self is other or (
             self.holders is other.holders
-            and (self.name == other.name)
+            and self.name == other.name
             and (self.shape, self.offset, self.length) == (other.shape, other.offset, other.length)
         )
 
