@@ -144,9 +144,18 @@ class ShardedOptimizer(ShareOptimizer):
         self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.reducer, self.step_check, self.shares = runtime.reducer, runtime.step_check, runtime.shares
         self.loss_scale = self.step_check.loss_scale = loss_scale
-        self._update = ShareUpdate(inner, runtime, by_unit=by_unit)
+        sharded = runtime.sharded
+        self._update = ShareUpdate(
+            self.owned,
+            self.reducer,
+            runtime.spreads,
+            runtime.programs,
+            self.step_check.used,
+            by_unit=by_unit,
+            copies=sharded.plan.accumulate_dtype != "float32",
+        )
         self._skipped_steps = 0
-        on_device = runtime.sharded.decides_on_device and runtime.plan.residence.optimizer != "host-update"
+        on_device = sharded.decides_on_device and sharded.plan.residence.optimizer != "host-update"
         self._skips_on_device = on_device and takes_found_inf(self.inner)
         if loss_scale is not None:
             loss_scale.await_update = self.step_check.read_norms

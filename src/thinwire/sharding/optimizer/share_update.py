@@ -12,9 +12,12 @@ from typing import final
 from thinwire.sharding.grads.host_states import HostStates
 from thinwire.sharding.grads.host_updates import HostUpdates
 from thinwire.sharding.grads.optimizer_state import InnerOptimizer
+from thinwire.sharding.grads.reducer import Reducer
 from thinwire.sharding.grads.unit_gradient import OwnedFragment
 from thinwire.sharding.lanes.lanes import Ticket
-from thinwire.sharding.runtime.runtime import Runtime
+from thinwire.sharding.step.param_broadcast import Spreads
+from thinwire.sharding.step.schedule import Programs
+from thinwire.sharding.step.step_check import UsedGradients
 
 
 class ShareUpdate:
@@ -28,13 +31,23 @@ class ShareUpdate:
         fragments_of: This rank's fragments, by unit.
     """
 
-    def __init__(self, owned: InnerOptimizer, runtime: Runtime, *, by_unit: bool) -> None:
-        self.owned, self.by_unit = owned, by_unit
-        self.reducer, self.spreads, self.used = runtime.reducer, runtime.spreads, runtime.step_check.used
-        self.copies, self._programs = runtime.plan.accumulate_dtype != "float32", runtime.programs
+    def __init__(
+        self,
+        owned: InnerOptimizer,
+        reducer: Reducer,
+        spreads: Spreads,
+        programs: Programs,
+        used: UsedGradients,
+        *,
+        by_unit: bool,
+        copies: bool,
+    ) -> None:
+        self.owned = owned
+        self.reducer, self.spreads, self._programs, self.used = reducer, spreads, programs, used
+        self.by_unit, self.copies = by_unit, copies
         # Others may keep something in themselves, which a copy of their options would miss.
         of_torch = type(owned.optimizer).__module__.startswith("torch.optim.")
-        self._may_wait = by_unit and of_torch and runtime.plan.overlap.spread
+        self._may_wait = by_unit and of_torch and programs.plan.overlap.spread
         self.fragments_of: dict[int, list[OwnedFragment]] = {}
         self.take(owned.fragments)
 
@@ -106,21 +119,21 @@ class ShareUpdate:
             inner.step()
         for owned in fragments:
             owned.value.grad = None
-        self.spreads.write_back(units, only=self.changed(units))
+        self._write_back(units)
 
     def _at_once(self) -> None:
         self.reducer.join()
         self._give_gradients(self.owned.fragments)
         with self.owned.over_fragments() as inner:
             inner.step()
-        order = self._order()
-        self.spreads.write_back(order, only=self.changed(order))
+        self._write_back(self._order())
 
-    def changed(self, units: Iterable[int]) -> dict[int, frozenset[int]] | None:
-        """The parameters of units that an update changes; ``None`` for all. Those without a gradient keep their values,
-        and graphs that need them stay valid."""
+    def _write_back(self, units: Sequence[int]) -> None:
+        """Cast the updated masters of units. Parameters without a gradient have kept their values, and graphs that need
+        them stay valid."""
         used, of_model = self.used, self.spreads.units
-        return None if used.all_used else {unit: used.among(unit, of_model[unit].trained) for unit in units}
+        only = None if used.all_used else {unit: used.among(unit, of_model[unit].trained) for unit in units}
+        self.spreads.write_back(units, only=only)
 
     def _order(self) -> Sequence[int]:
         """Units with trainable parameters, in the order in which their gradients arrive."""
@@ -152,11 +165,13 @@ class _Batches:
 
     def __init__(self, share: ShareUpdate, together: Sequence[tuple[int, ...]] | None, *, may_wait: bool) -> None:
         self._share, self._together, self.may_wait = share, together, may_wait
-        owned, used = share.owned, share.used
+        owned, used, fragments = share.owned, share.used, share.fragments_of
         self._optimizer = owned.at_present() if may_wait else None
-        everything = () if used.all_used else itertools.chain.from_iterable(share.fragments_of.values())
-        self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
-        self._only = share.changed(share.reducer.gradients)
+        self._absent, self._only = frozenset[int](), None
+        if not used.all_used:
+            everything = itertools.chain.from_iterable(fragments.values())
+            self._absent = frozenset(id(one) for one in everything if not used.is_used(one.unit, one.slot))
+            self._only = {unit: used.among(unit, share.spreads.units[unit].trained) for unit in share.reducer.gradients}
         # A batch that is under way on a device holds the flag by which its update is skipped.
         self._found_inf = vars(owned.optimizer).get("found_inf")
 

@@ -63,9 +63,11 @@ class FlatBuffer:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         self._poison = self.full.new_full((), float("nan") if self.full.is_floating_point() else 0)
         # A husk of one element does not refuse writes: it has memory of its own, which is poisoned again.
-        poisons = [self._poison.clone() if slot.numel == 1 else self._poison for slot in self.layout.slots]
-        self._husks = [poison.expand(slot.shape) for poison, slot in zip(poisons, self.layout.slots, strict=True)]
-        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._single_husks = [self._poison.clone().expand(slot.shape) for slot in self.layout.slots if slot.numel == 1]
+        singles = iter(self._single_husks)
+        self._husks = [
+            next(singles) if slot.numel == 1 else self._poison.expand(slot.shape) for slot in self.layout.slots
+        ]
         self._plain = [parameter for parameter in self.parameters if is_plain(parameter)]
         self._kinds = [type(parameter) for parameter in self._plain]
         self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
