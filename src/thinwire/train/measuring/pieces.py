@@ -15,7 +15,7 @@ from thinwire.cost.memory.stages import stage_model
 from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece, Weightless
 from thinwire.sharding.api import micro_batches, optimizer, shard
-from thinwire.sharding.runtime.runtime import runtime_of
+from thinwire.sharding.runtime.runtime import Runtime, runtime_of
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.plan import Dtype
 from thinwire.train.models.build import own_model
@@ -68,7 +68,7 @@ def weightless(plan: Plan, device: torch.device) -> Weightless:
     """A model of no weight under a plan: what its steps and micro-batches take is what the runtime takes."""
     model = shard(_model(_WEIGHTLESS, _WEIGHTLESS.seq, _WEIGHTLESS.layers).to(device), plan, sync_initial=False)
     runtime = runtime_of(model)
-    runtime.audit.compares_values = False  # before and after forwards: the first step does, and few others
+    _compare_no_values(runtime)
     ids = torch.zeros((1, _WEIGHTLESS.seq), dtype=torch.int64, device=device)
     optim = optimizer(model, torch.optim.AdamW, fused=True)
     endless = micro_batches(model, itertools.repeat(ids))
@@ -103,6 +103,12 @@ def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
     )
 
 
+def _compare_no_values(runtime: Runtime) -> None:
+    """Do not compare parameters before and after forwards: the first step does, and few others."""
+    audit = runtime.audit
+    audit.compares_values = False
+
+
 def _make(
     part: str, shape: ModelSpec, plan: Plan, seq: int, blocks: int, device: torch.device
 ) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
@@ -111,7 +117,7 @@ def _make(
     ids = torch.randint(0, shape.vocab, (plan.micro_batch, seq), device=device)
     if part == "whole":  # micro-batches of a step that never ends, so that nothing is sent
         whole = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
-        runtime_of(whole).audit.compares_values = False
+        _compare_no_values(runtime_of(whole))
         endless = micro_batches(whole, itertools.repeat(ids))
 
         def loss() -> Tensor:
