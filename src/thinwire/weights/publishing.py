@@ -17,6 +17,7 @@ from typing import Final
 from torch import nn
 
 from thinwire.agreement import Typed
+from thinwire.collectives.job.control import Control
 from thinwire.errors import UsageError
 from thinwire.parallel import ParallelModel
 from thinwire.sharding.checkpointing.names import stored
@@ -81,6 +82,11 @@ def publisher(
     fold_every = whole("fold_every", fold_every, 0)
     parts = model.chunks if isinstance(model, ParallelModel) else [model]
     runtimes = [runtime_of(part) for part in parts]
+    if runtimes[0].plan.is_elastic:
+        raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
+    _refuse_packed(runtimes)
+    if prefix != "":
+        _check_prefix(prefix, parts, runtimes[0].control)
     return Publisher(runtimes, Store(store), every, anchor_every, fold_every, prefix)
 
 
@@ -111,11 +117,6 @@ class Publisher:
     def __init__(
         self, runtimes: Sequence[Runtime], store: Store, every: int, anchor_every: int, fold_every: int, prefix: str
     ) -> None:
-        if runtimes[0].plan.is_elastic:
-            raise UsageError("publisher(): with islands.elastic, jobs have weights of their own: set it to false")
-        _refuse_packed(runtimes)
-        if prefix != "":
-            _check_prefix(prefix, runtimes)
         self._runtimes, self._store, self._prefix = runtimes, store, prefix
         self._every, self._anchor_every, self._fold_every = every, anchor_every, fold_every
         self._ranks = runtimes[0].control
@@ -279,15 +280,14 @@ def _are_busy(states: Sequence[_State]) -> bool:
     return any(state == "busy" for state, _, _ in states)
 
 
-def _check_prefix(prefix: str, runtimes: Sequence[Runtime]) -> None:
+def _check_prefix(prefix: str, models: Sequence[nn.Module], ranks: Control) -> None:
     """Check that names can be told apart without their prefix. Collective, as stages have names of their own.
 
     Raises:
         UsageError: They cannot, or the prefix is none; on every rank.
     """
-    models = [runtime.sharded.model for runtime in runtimes]
     mine = [stored(name) for model in models for name, _ in (*model.named_parameters(), *persistent_buffers(model))]
-    names = [name for theirs in runtimes[0].control.all_gather_typed(mine, _NAMES) for name in theirs]
+    names = [name for theirs in ranks.all_gather_typed(mine, _NAMES) for name in theirs]
     begin = {name for name in names if isinstance(prefix, str) and name.startswith(prefix)}
     if names and not begin:
         raise UsageError(f"prefix = {prefix!r}: no name of the model begins with it; they look like {names[0]!r}")
