@@ -152,7 +152,7 @@ def assert_right(ranks: Ranks, preset: str, first: int, count: int) -> None:
 
 
 def test_sequences(ranks_of: RanksOf) -> None:
-    for number, (preset, count) in enumerate((("zero3", 12), ("zero1", 8), ("zero3" + ON_HOST, 4))):
+    for number, (preset, count) in enumerate((("zero3", 16), ("zero1", 16), ("zero3" + ON_HOST, 8))):
         assert_right(ranks_of(WORLD), preset, 1000 * number, count)
 
 

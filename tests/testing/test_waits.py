@@ -227,4 +227,4 @@ def test_steps_of_torchs_own_optimizer_never_wait() -> None:
 def test_a_clipped_step_reads_the_last_steps_norm(preset: str, dtype: str) -> None:
     """The host reads one value a step: the norm of the step before, once the forward is queued."""
     (waits,) = run_ranks(1, places_of_waits, preset, dtype)
-    assert waits == [[], ["lanes.py"] * 3, []]
+    assert waits == [[], ["streams.py"] * 3, []]
