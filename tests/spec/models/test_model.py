@@ -49,6 +49,7 @@ def test_flops_are_the_formula_of_amsp_for_swiglu_of_8_thirds() -> None:
     expected = 3 * layers * (24 * hidden**2 + 4 * seq * hidden) + 6 * hidden * vocab
     assert model.flops_per_token() == expected
     assert model.flops_per_token(seq=64) == expected - 3 * layers * 4 * 64 * hidden
+    assert model.flops_per_token(causal=True) == expected - 3 * layers * 2 * seq * hidden
 
 
 def test_flops_of_gpt_and_of_grouped_queries_come_from_the_real_shapes() -> None:

@@ -29,10 +29,31 @@ class Latent(Spec):
     value_dim: Count = Field(description="width of a head's values")
 
 
-class ModelSpec(Spec):
+class Dimensions(Spec):
+    """The dimensions that a model file must state, and that a recipe may state over a preset's."""
+
+    kind: Literal["llama", "gpt", "huggingface"] | None = Field(
+        default=None, description="model family; default: that of the preset, or llama"
+    )
+    layers: Modules | None = Field(default=None, description="transformer blocks")
+    hidden: Count | None = Field(default=None, description="width of the residual stream")
+    heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
+    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
+    ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
+    experts: Modules | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
+    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
+    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
+    vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
+    tied_embedding: Flag | None = Field(
+        default=None, description="whether embedding and head share one weight; default: as in the preset, or false"
+    )
+
+
+class ModelSpec(Dimensions):
     """The dimensions of a decoder-only transformer. ``kv_heads``, ``head_dim`` and ``ffn`` have defaults that depend on
     the rest. With ``experts``, a router sends every token to ``active_experts`` of the experts of a block."""
 
+    name: str | None = Field(default=None, description="label, for example the preset's name")
     kind: Literal["llama", "gpt"] = Field(
         default="llama", description="llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases (GPT-NeoX style)"
     )
@@ -40,18 +61,14 @@ class ModelSpec(Spec):
     hidden: Count = Field(description="width of the residual stream (h)")
     heads: Count = Field(description="attention heads")
     kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; must divide heads; default: heads")
-    ffn: Count = Field(
-        default=_FILLED_IN, description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)"
-    )
-    experts: Modules | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
-    active_experts: Count = Field(default=1, description="experts that each token visits")
-    expert_ffn: Count = Field(default=_FILLED_IN, description="width of an expert; default: ffn")
-    vocab: Count = Field(description="tokens in the vocabulary (V)")
-    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
-    name: str | None = Field(default=None, description="label, for example the preset's name")
     head_dim: Count = Field(
         default=_FILLED_IN, description="width of a head's queries and keys; default: hidden / heads, a whole number"
     )
+    ffn: Count = Field(
+        default=_FILLED_IN, description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)"
+    )
+    active_experts: Count = Field(default=1, description="experts that each token visits")
+    expert_ffn: Count = Field(default=_FILLED_IN, description="width of an expert; default: ffn")
     shared_ffn: Depth = Field(default=0, description="width of the expert that every token visits besides; 0: none")
     dense_layers: Depth = Field(default=0, description="first blocks that have a feed-forward of ffn, without experts")
     latent: Latent | None = Field(
@@ -60,6 +77,8 @@ class ModelSpec(Spec):
     biases: Flag = Field(
         default=False, description="whether a llama's attention, routers and experts have biases, as in gpt-oss"
     )
+    vocab: Count = Field(description="tokens in the vocabulary (V)")
+    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
     seq: Count = Field(default=4096, description="tokens per sequence (s)")
 
     @classmethod
@@ -102,14 +121,20 @@ class ModelSpec(Spec):
         """Parameters with which one token is computed, the embedding included."""
         return _outside_blocks(self) + block_parameters(self, self.active_experts)
 
-    def flops_per_token(self, seq: int | None = None) -> int:
-        """FLOPs of forward and backward for one token, without recomputation, in sequences of ``seq`` tokens, the
-        model's own by default. Of the experts, those that a token visits count; the masked half of attention counts.
+    def flops_per_token(self, seq: int | None = None, *, causal: bool = False) -> int:
+        """FLOPs of forward and backward for one token, without recomputation. Of the experts, those that a token
+        visits count.
 
         ``3 * (L * (2 * matrix parameters per block + 4 s h) + 2 h V)``. With a SwiGLU of width 8h/3 this is
         ``3 L (24 h^2 + 4 s h) + 6 h V``, the count of AMSP and Megatron-LM (2021).
+
+        Args:
+            seq: Tokens per sequence; default: the model's ``seq``.
+            causal: Whether to halve the attention term because half of it is masked, as current Megatron-LM does.
         """
         scores = 4 * (seq or self.seq) * attention_width(self)
+        if causal:
+            scores //= 2
         forward = self.layers * scores + 2 * self.hidden * self.vocab + 2 * active_matrices(self)
         return 3 * forward
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Count, Flag, Modules, Positive, Problem, Share, Spec, rule
+from thinwire.spec.base import Count, Flag, Positive, Problem, Share, rule
 from thinwire.spec.models.huggingface import huggingface_shape, read_config
-from thinwire.spec.models.model import ModelSpec
+from thinwire.spec.models.model import Dimensions, ModelSpec
 
 _DIMENSIONS = (
     "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "experts", "active_experts", "expert_ffn",
@@ -23,24 +23,9 @@ _OF_GPT = ("positions", "rotary_share", "parallel_residual")
 """Keys that only models of kind gpt have."""
 
 
-class ModelRecipe(Spec):
+class ModelRecipe(Dimensions):
     """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
 
-    kind: Literal["llama", "gpt", "huggingface"] | None = Field(
-        default=None, description="model family; default: that of the preset, or llama"
-    )
-    layers: Modules | None = Field(default=None, description="transformer blocks")
-    hidden: Count | None = Field(default=None, description="width of the residual stream")
-    heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
-    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
-    ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
-    experts: Modules | None = Field(default=None, description="experts of a block (llama); unset: one feed-forward")
-    active_experts: Count | None = Field(default=None, description="experts that each token visits; default: 1 (llama)")
-    expert_ffn: Count | None = Field(default=None, description="width of an expert (llama); default: ffn")
-    vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
-    tied_embedding: Flag | None = Field(
-        default=None, description="whether embedding and head share one weight; default: as in the preset, or false"
-    )
     preset: str | None = Field(
         default=None, description='a published shape, for example "llama-7b"; other keys of this section override it'
     )
@@ -130,7 +115,7 @@ class ModelRecipe(Spec):
         if self.kind == "huggingface":
             assert self.source is not None, "a rule of this type"
             return ModelSpec.parse({**huggingface_shape(self.source), "seq": seq}, "model")
-        own = {name: getattr(self, name) for name in type(self).model_fields if name in ModelSpec.model_fields}
+        own = {name: getattr(self, name) for name in Dimensions.model_fields}
         own |= {"vocab": self.vocab or vocab, "seq": self.max_seq or seq}
         given = {key: value for key, value in own.items() if value is not None}
         if self.preset is None:
