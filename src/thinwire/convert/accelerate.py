@@ -89,6 +89,8 @@ _PREFETCHED: Final = because("prefetch gathers units ahead, 1 by default")
 
 _COMPILED: Final = ("blocks are not compiled in a recipe", "call torch.compile in your own loop")
 
+_PARALLEL: Final = off("tp and pp are keys of the plan", "set them there", harmless=({},))
+
 _OF_LAUNCHERS: Final = dict.fromkeys(
     (
         "command_file", "commands", "compute_environment", "debug", "enable_cpu_affinity", "gpu_ids", "ipex_config",
@@ -126,8 +128,8 @@ _RULES: Final[Rules] = {
     "dynamo_backend": off(*_COMPILED, harmless=("NO", "no")),
     "deepspeed_config": _deepspeed,
     "fp8_config": off("there is no FP8", "use mixed_precision: bf16", harmless=({},)),
-    "megatron_lm_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
-    "parallelism_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
+    "megatron_lm_config": _PARALLEL,
+    "parallelism_config": _PARALLEL,
     **_OF_LAUNCHERS,
 }
 _WITHOUT_FSDP: Final[Rules] = {**_RULES, "fsdp_config": because("distributed_type is not FSDP")}

@@ -27,7 +27,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from thinwire.checkpoint.durable import sync, sync_tree
+from thinwire.checkpoint.durable import sync, sync_tree, unlock
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.corpus import Corpus, digests, find_corpus
@@ -264,15 +264,15 @@ def _one_bin(recipe: DataRecipe, key: str, paths: tuple[str, ...]) -> TokenBin:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w", encoding="utf-8") as file:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise DataError(
                 f"data.cache: {path.parent} does not support file locks ({error.strerror}); "
                 "set data.cache to a directory on a local disk"
             ) from error
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
+        yield
+    finally:
+        unlock(descriptor)
