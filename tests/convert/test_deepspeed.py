@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.deepspeed_keys import REMOVED, SECTIONS, TOP
 
 from thinwire.convert import Conversion, Row, from_deepspeed
 from thinwire.convert.deepspeed import DEEPSPEED_RULES
+from thinwire.convert.source import read_source
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
 from thinwire.spec.plan_parts.residence import Residence
@@ -450,3 +452,8 @@ def test_rules_are_functions_or_tables() -> None:
         return 1 if isinstance(rules, Callable) else sum(walk(rule) for rule in rules.values())  # type: ignore[arg-type]
 
     assert walk(DEEPSPEED_RULES) > 150
+
+
+def test_a_checkpoints_directory_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"is a directory; expected .* zero_to_fp32\.py"):
+        read_source(tmp_path)

@@ -80,6 +80,12 @@ def test_save_and_load(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.toml")
 
 
+@pytest.mark.parametrize("name", ["zero3", "preset:zero3"])
+def test_a_presets_name_is_no_file(name: str) -> None:
+    with pytest.raises(SpecError, match=r"is a preset, and no file: Plan\.preset\('zero3', nodes="):
+        Plan.load(name)
+
+
 def test_toml_as_a_person_writes_it() -> None:
     text = """
         mesh = { local = 2, nodes = 3 }

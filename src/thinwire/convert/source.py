@@ -60,6 +60,13 @@ def read_source(path: str | Path) -> dict[str, Any]:
         SpecError: The file cannot be read, is malformed, repeats a key, or holds no table.
     """
     place = Path(path)
+    if place.is_dir():
+        raise SpecError(
+            str(path),
+            "is a directory; expected the file of a configuration, for example ds_config.json. A checkpoint's weights "
+            "need none of this: DeepSpeed's zero_to_fp32.py --safe_serialization, which lies beside them, writes "
+            "safetensors",
+        )
     if place.suffix == ".toml":
         return read_toml_file(place)
     content = read_text(path)

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.agreement import Typed
 from thinwire.sharding.grads.unit_gradient import OwnedFragment
-from thinwire.sharding.params.write_audit import WORDS
+from thinwire.sharding.params.write_audit import sum_of_bits
 from thinwire.sharding.runtime.runtime import Runtime
 
 Sums = dict[str, int]
@@ -61,9 +61,9 @@ def sums_of(runtime: Runtime, fragments: Sequence[OwnedFragment]) -> Sums:
         pieces = " ".join(f"{one.name}:{one.fragment.offset}+{one.value.numel()}" for one in own)
         place = zlib.crc32(pieces.encode())
         if own:
-            found[f"{_GRADIENT}|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=True))
-            found[f"master values|{unit.name}|{place}"] = sum_of_bits(_words(own, gradient=False))
-        found[f"parameters|{unit.name}|{sharded.shard}"] = sum_of_bits(buffer.shard for buffer in unit.buffers)
+            found[f"{_GRADIENT}|{unit.name}|{place}"] = _sum(_words(own, gradient=True))
+            found[f"master values|{unit.name}|{place}"] = _sum(_words(own, gradient=False))
+        found[f"parameters|{unit.name}|{sharded.shard}"] = _sum(buffer.shard for buffer in unit.buffers)
     return found
 
 
@@ -98,10 +98,5 @@ def _words(fragments: Iterable[OwnedFragment], *, gradient: bool) -> Iterator[to
             yield owned.grad
 
 
-def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
-    """The bits of tensors, added up as integers."""
-    total = 0
-    for tensor in tensors:
-        words = tensor.detach().reshape(-1).view(WORDS[tensor.itemsize])
-        total += int(words.sum(dtype=torch.int64))
-    return total
+def _sum(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(int(sum_of_bits(tensor)) for tensor in tensors)

@@ -261,6 +261,16 @@ class Plan(Spec):
         return self.grads == self.optimizer
 
     @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a TOML file; see :meth:`parse`."""
+        name = str(path).removeprefix("preset:")
+        if name in PRESETS and not Path(path).exists():
+            raise SpecError(
+                str(path), f"is a preset, and no file: Plan.preset({name!r}, nodes=..., local=...) makes it"
+            )
+        return super().load(path)
+
+    @classmethod
     def preset(
         cls,
         name: str,

@@ -152,6 +152,30 @@ def test_data_is_assigned_inside_full_parameters(preset: str) -> None:
     assert "weight was written inside full_parameters(model)" in raised(UsageError, lost)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3"])
+@on_ranks(2)
+def test_data_is_written_inside_full_parameters(preset: str, dtype: str) -> None:
+    plan = tw.Plan.preset(preset, nodes=1, local=2, compute_dtype=dtype)
+    model = tw.shard(nn.Linear(3, 3), plan)
+    optim = tw.optimizer(model, torch.optim.SGD, lr=0.0)
+    computed = getattr(torch, dtype)
+    before = tw.full_state_dict(model)["weight"].to(computed)
+    with tw.full_parameters(model, write=True):
+        model.weight.data[1].mul_(2)
+    model(torch.ones(2, 3)).sum().backward()
+    optim.step()
+    before[1] *= 2
+    assert torch.equal(tw.full_state_dict(model)["weight"].to(computed), before)
+
+    def lost() -> None:
+        with tw.full_parameters(model):
+            model.weight.data.zero_()
+
+    if dtype == "bfloat16":  # otherwise, where P is whole, the parameters are the masters
+        assert "weight was written inside full_parameters(model)" in raised(UsageError, lost)
+
+
 @on_ranks(2)
 def test_other_shapes_and_dtypes_are_refused() -> None:
     model = tw.shard(nn.Linear(3, 3), tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32"))

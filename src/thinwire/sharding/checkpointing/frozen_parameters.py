@@ -26,7 +26,7 @@ from thinwire.checkpoint.manifest import DTYPES, Content, check_cover, dtype_nam
 from thinwire.checkpoint.storage import ShardedVector
 from thinwire.collectives.group import Control
 from thinwire.errors import CheckpointError
-from thinwire.sharding.corruption_check import sum_of_bits
+from thinwire.sharding.params.write_audit import sum_of_bits
 
 REFERENCE: Final = "reference"
 
@@ -65,7 +65,7 @@ class _Known:
         """The CRC-32 of a piece; of one on a device, computed anew if its values may be others."""
         if piece.device.type == "cpu":
             return _crc_of(piece)
-        place, mark = (key, offset, piece.numel()), (piece._version, sum_of_bits([piece]))
+        place, mark = (key, offset, piece.numel()), (piece._version, int(sum_of_bits(piece)))
         if place not in self.crcs or self.crcs[place][0] != mark:
             self.crcs[place] = mark, _crc_of(piece)
         return self.crcs[place][1]

@@ -13,8 +13,11 @@ from thinwire.sharding.params.param_group import State, Unit
 _FIRST_REGULAR = 64
 """Values are compared in the first step, then in the step with this number and at every doubling of the number."""
 
-WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes, as which values are compared and added up."""
+_LINE: Final = 8192
+"""Bytes of a line of the table that bits are added up in."""
+
+_SCALE: Final = 0x3C6EF372FE94F82A
+"""Scatters weights; even, so that each word's weight, that of its column and a multiple of this one, is odd."""
 
 
 class WriteAudit:
@@ -102,5 +105,19 @@ def _take_back(unit: Unit) -> bool:
 
 def _sums_of_bits(unit: Unit) -> torch.Tensor:
     """For each parameter of a unit, the sum of its bits: int64, on the device."""
-    values = [local_tensor(parameter.detach()) for buffer in unit.buffers for parameter in buffer.parameters]
-    return torch.stack([value.view(WORDS[value.element_size()]).sum(dtype=torch.int64) for value in values])
+    return torch.stack([sum_of_bits(parameter) for buffer in unit.buffers for parameter in buffer.parameters])
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, added up as 64-bit integers (0-D, on its device) that have weights: values that change
+    places show, too. The weights are odd, so that one wrong bit always shows."""
+    data = local_tensor(tensor.detach()).reshape(-1).view(torch.uint8)
+    lines, rest = data.split([len(data) // _LINE * _LINE, len(data) % _LINE])
+    lines = lines.clone() if lines.storage_offset() % 8 else lines
+    table = lines.view(torch.int64).view(-1, _LINE // 8)
+    return _weighted(table.sum(0)) + _SCALE * _weighted(table.sum(1)) + _weighted(rest)
+
+
+def _weighted(values: torch.Tensor) -> torch.Tensor:
+    weights = _SCALE * torch.arange(1, len(values) + 1, device=values.device)
+    return (values * ((weights ^ (weights >> 29)) * _SCALE | 1)).sum()

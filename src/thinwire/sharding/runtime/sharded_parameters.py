@@ -21,6 +21,7 @@ from thinwire.sharding.grads.unit_gradient import OwnedFragment, UnitGradient
 from thinwire.sharding.modules.quantized import is_packed
 from thinwire.sharding.params.flat_buffer import FlatBuffer
 from thinwire.sharding.params.param_group import Unit
+from thinwire.sharding.params.write_audit import sum_of_bits
 from thinwire.sharding.runtime.parameter import ModelParameter, ShardedParameter
 from thinwire.sharding.runtime.share_values import Masters, ShareGradients, TrainedParameter
 from thinwire.sharding.step.sharded_model import ShardedModel
@@ -81,25 +82,21 @@ class ShardedParameters:
             UsageError: There are changes, and ``keep`` is false.
         """
         buffers = [(unit, buffer) for unit in self._sharded.units for buffer in unit.buffers]
-        versions = {id(p): p._version for _, buffer in buffers for p in buffer.parameters}
+        before = {id(p): _mark(unit, p) for unit, buffer in buffers for p in buffer.parameters}
         yield
         moved = {id(p) for _, buffer in buffers for p, _ in buffer.moved()}
         fragments, changes = _by_name(self._sharded.fragments), dict[str, torch.Tensor]()
         for unit, (slot, compute) in ((unit, named) for unit, buffer in buffers for named in buffer.named):
-            counted = compute._version != versions[id(compute)] or id(compute) in moved
-            if not counted and not unit.sharded:
-                continue
-            # What ranks compute with; a codec may have left something else there than the masters.
-            owned = fragments.get(slot.name) if unit.sharded else None
-            changed = _changes(self.parameters[slot.name], None if owned is None else owned.held, counted=counted)
-            if not counted and not bool(changed.any()):
+            if _mark(unit, compute) == before[id(compute)] and id(compute) not in moved:
                 continue
             if not keep:
                 raise UsageError(
                     f"{slot.name} was written inside full_parameters(model), which would lose the change: use "
                     "full_parameters(model, write=True) on every rank"
                 )
-            changes[slot.name] = changed
+            # What ranks compute with; a codec may have left something else there than the masters.
+            owned = fragments.get(slot.name) if unit.sharded else None
+            changes[slot.name] = _changes(self.parameters[slot.name], None if owned is None else owned.held)
         if not keep:
             return
         for name in sorted(set().union(*self._sharded.part.control.all_gather_typed(set(changes), _NAMES))):
@@ -216,13 +213,19 @@ def _become(frozen: ShardedParameter, trained: ShardedParameter) -> ShardedParam
     return frozen
 
 
-def _changes(share: ShardedParameter, held: torch.Tensor | None, *, counted: bool) -> torch.Tensor:
-    """Mask of the changed elements of this rank's piece. It had the values ``held``, by default its masters; whether
-    torch has ``counted`` a write decides where there is no other copy of them."""
+def _mark(unit: Unit, compute: torch.Tensor) -> tuple[int, int]:
+    """What a write to a whole parameter changes. torch does not count writes to ``.data``; they show in the values of
+    copies of the masters."""
+    return compute._version, int(sum_of_bits(compute)) if unit.computes_with_copies else 0
+
+
+def _changes(share: ShardedParameter, held: torch.Tensor | None) -> torch.Tensor:
+    """Mask of the changed elements of this rank's piece, of a parameter with changes. It had the values ``held``, by
+    default its masters."""
     piece = share.spec.cut(share.live.compute_tensor.detach())
     original = (share.piece.detach() if held is None else held).to(piece)
     if original.data_ptr() == piece.data_ptr():  # the piece is the master, which has no other copy
-        return torch.full_like(piece, counted, dtype=torch.bool)
+        return torch.ones_like(piece, dtype=torch.bool)
     return (piece != original) & ~(piece.isnan() & original.isnan())
 
 
