@@ -53,6 +53,14 @@ class Tied(Net):
         return F.linear(self.blocks_of(x), self.blocks[0].weight) * self.temperature
 
 
+class Detached(Net):
+    """Gradients stop at parameters that the way to the blocks reads after their own gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks_of(x) * self.temperature.detach() * self.temperature.data
+        return super().forward(F.linear(x, self.blocks[1].weight.detach()))
+
+
 class Penalty(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + 0.01 * sum(p.square().sum() for p in self.parameters())
@@ -194,7 +202,7 @@ def sharded(kind: Callable[[], nn.Module]) -> nn.Module:
     return tw.shard(model, plan, units=[f"blocks.{number}" for number in range(len(model.blocks))])
 
 
-@pytest.mark.parametrize("kind", [Frozen, Tied, Penalty, Keeps, InPlace, Energy])
+@pytest.mark.parametrize("kind", [Frozen, Tied, Detached, Penalty, Keeps, InPlace, Energy])
 @on_ranks(2)
 def test_gradients_are_those_of_plain_torch(kind: Callable[[], nn.Module]) -> None:
     ways = (plainly, after_evaluations, twice_with_evaluation, twice_with_another, after_a_failure)

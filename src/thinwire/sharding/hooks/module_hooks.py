@@ -317,13 +317,11 @@ def _announce_backward(
         return not unit.info.trainable and not sources  # without both there is no backward to report
     outputs += [tensor for tensor in kept if not any(tensor is output for output in outputs)]
     inner = [tensor for tensor, version in sources if tensor.grad_fn is not None and tensor._version == version]
-    # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
-    # Without sources, the leaves are parameters: those of units inside this one may come after its own. An input that
-    # was changed in place has the gradient of its new value, from the middle of the unit.
-    has_no_end = len(inner) < max(len(sources), 1)
-    stays = has_no_end and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # A leaf's gradient is complete only at the end of a backward. Without sources, the leaves are parameters: on the way
+    # to those of units inside this one, backward may read this one's own after their gradients. An input that was
+    # changed in place has the gradient of its new value, from the middle of the unit.
+    stays = len(inner) < max(len(sources), 1)
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
-    will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
 
     def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
@@ -332,7 +330,7 @@ def _announce_backward(
             follower(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            passes.pre_backward(unit.index, will_leave=will_leave)
+            passes.pre_backward(unit.index)
 
     def post_backward(_grad: Any) -> None:
         nonlocal left_in

@@ -326,13 +326,11 @@ class Passes:
                 self.root_unit = None
                 self.leave_forward()
 
-    def pre_backward(self, index: int, *, will_leave: bool) -> None:
-        """Handle a backward that reaches a unit's outputs. ``will_leave``: whether the unit stays open until
-        :meth:`post_backward` or the end of the backward."""
+    def pre_backward(self, index: int) -> None:
+        """Handle a backward that reaches a unit's outputs, and needs it until :meth:`post_backward` or its end."""
         if self.state.present is not Pass.BACKWARD:
             self.begin()
-        if will_leave:
-            self._open_calls[index] += 1
+        self._open_calls[index] += 1
         self.need(index)
         self.state.began[index] = self._lanes.recorder.mark() if self._lanes.recorder.timeline is not None else None
 
