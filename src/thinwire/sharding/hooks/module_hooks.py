@@ -317,8 +317,8 @@ def _announce_backward(
         return not unit.info.trainable and not sources  # without both there is no backward to report
     outputs += [tensor for tensor in kept if not any(tensor is output for output in outputs)]
     inner = [tensor for tensor, version in sources if tensor.grad_fn is not None and tensor._version == version]
-    # A leaf's gradient is complete only at the end of a backward. Without sources, the leaves are parameters: on the way
-    # to those of units inside this one, backward may read this one's own after their gradients. An input that was
+    # A leaf's gradient is complete only at the end of a backward. Without sources, the leaves are parameters: on the
+    # way to those of units inside this one, backward may read this one's own after their gradients. An input that was
     # changed in place has the gradient of its new value, from the middle of the unit.
     stays = len(inner) < max(len(sources), 1)
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
