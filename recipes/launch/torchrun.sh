@@ -42,11 +42,12 @@ fi
 # Seconds in which ranks may save after SIGTERM. torchrun's own are 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
+# Set before torchrun starts: a signal that came in between would end this script and leave torchrun running.
+trap '[[ -n ${!:-} ]] || exit 143; kill -TERM "$!"' TERM
+trap : INT  # Ctrl-C reaches torchrun by itself
 torchrun --nnodes "$nnodes" --nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-3}" "${meeting[@]}" \
   -m thinwire.cli.main train "$recipe" "${options[@]}" "$@" &
 agent=$!
-trap 'kill -TERM "$agent"' TERM
-trap : INT  # Ctrl-C reaches torchrun by itself
 status=0
 wait "$agent" || status=$?
 while kill -0 "$agent" 2>/dev/null; do  # a signal has ended the wait

@@ -245,12 +245,12 @@ def test_torchrun_ends_well_only_when_the_run_is_complete(
     torchrun = place.path / "tools/torchrun"
     torchrun.write_text(TORCHRUN)
     torchrun.chmod(0o755)
-    process = place.start(LAUNCH / "torchrun.sh", Path("recipe.toml"), **{"TENTHS": "1", **variables})
-    if signalled:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        process.terminate()
-    output, _ = process.communicate(timeout=60)
+    with place.start(LAUNCH / "torchrun.sh", Path("recipe.toml"), **{"TENTHS": "1", **variables}) as process:
+        if signalled:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "started\n"
+            process.terminate()
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == status
     assert says in output
 
