@@ -85,7 +85,7 @@ def test_processes_are_not_held_up_where_nobody_reads(tmp_path: Path) -> None:
 def test_logs_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     _, errors = run("--logs", "file", "--", "true", cwd=tmp_path, status=1)
-    assert "logs = 'file' cannot be written" in errors
+    assert errors == "thinwire: logs = 'file' cannot be written: File exists\n"
 
 
 @pytest.mark.slow

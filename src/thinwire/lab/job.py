@@ -94,13 +94,15 @@ class Job:
         """Start the command everywhere and wait for its end.
 
         Raises:
-            UsageError: the directory for the output cannot be made.
+            UsageError: the output cannot be written to its directory; nothing has started.
         """
         common = self._environment()
         started = time.monotonic()
         with ExitStack() as files, self._forwarding():
-            for host, label, variables in self._places():
-                self._start(host, label, common | variables, files)
+            places = list(self._places())
+            outputs = [None, *(self._output(label, files) for _, label, _ in places[1:])]
+            for (host, label, variables), output in zip(places, outputs, strict=True):
+                self._start(host, label, common | variables, output)
             failed = self._wait()
             ended = time.monotonic()
             for reader in self._readers:
@@ -129,14 +131,13 @@ class Job:
                     variables = host.rank_environment(local_rank)
                     yield host, f"{host.name}.{variables['RANK']}", variables
 
-    def _start(self, host: Host, label: str, variables: dict[str, str], files: ExitStack) -> None:
-        is_first = not self._processes
+    def _start(self, host: Host, label: str, variables: dict[str, str], output: int | IO[bytes] | None) -> None:
         popen = subprocess.Popen(
             host.command(self._command),
             env=variables,
             stdin=subprocess.DEVNULL,
-            stdout=None if is_first else self._output(label, files),
-            stderr=None if is_first else subprocess.STDOUT,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
             # The terminal's Ctrl-C comes to us, who pass it on once.
             start_new_session=True,
         )

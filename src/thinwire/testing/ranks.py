@@ -76,6 +76,19 @@ class RankPool:
             self._start()
         port = free_port()
         call = (function, args, port, init, group_timeout or timeout, _PARTING_SECONDS)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)  # ranks in the middle of a call are of no use for the next one
+            results, tracebacks, note = self._call(call, timeout)
+            if not note:
+                stack.pop_all()
+        self._part()
+        if note or any(tracebacks):
+            raise RankError(tracebacks, note)
+        return results
+
+    def _call(self, call: tuple[Any, ...], timeout: float) -> tuple[list[Any], list[str | None], str]:
+        """Results and tracebacks by rank, and which rank died or did not finish in time."""
+        _, _, port, init, *_ = call
         self._pipes[0].send(call)
         if init:
             self._wait_for_store(port)
@@ -97,12 +110,7 @@ class RankPool:
                     note = f"rank {rank} died"
                     continue
                 results[rank], tracebacks[rank] = (value, None) if ok else (None, value)
-        if note:
-            self.close()
-        self._part()
-        if note or any(tracebacks):
-            raise RankError(tracebacks, note)
-        return results
+        return results, tracebacks, note
 
     def close(self) -> None:
         """Kill the processes; the next run starts new ones."""
