@@ -44,11 +44,12 @@ def queue(node_id: str) -> str:
 
     Tests marked ``ranks`` are one queue: they keep two cores busy, two at a time take as long as one after the other,
     and their deadlines would have to be longer. Those of ``tests/weights`` wait for stores and receivers most of the
-    time, and go beside it. The lab's are one, as they measure links. The others go file by file.
+    time, those of ``tests/end_to_end`` for processes that start, and go beside it. The lab's are one, as they measure
+    links. The others go file by file.
     """
     file = node_id.partition("::")[0]
     room = PurePath(file).parent.name
-    if room != "weights" and is_on_ranks(ROOT / file):
+    if room not in ("weights", "end_to_end") and is_on_ranks(ROOT / file):
         return "ranks"
     return "lab" if room == "lab" else file
 

@@ -173,7 +173,12 @@ def test_no_rank_holds_the_whole_state(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=2048, hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=12
     )
-    model = transformers.LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():  # drawing so many values would take longer than the rest
+            parameter.fill_(1.0)
     state = sum(item.numel() * 4 for item in model.parameters())
     largest = max(item.numel() * 4 for item in model.parameters())
     tw.shard(model, PLAN)

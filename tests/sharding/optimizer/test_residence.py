@@ -129,12 +129,20 @@ def in_every_run(*values: str, all_of: Iterable[str]) -> list[Any]:
     return [value if value in values else pytest.param(value, marks=pytest.mark.slow) for value in all_of]
 
 
+@pytest.mark.parametrize(
+    "residences",
+    [
+        ("all", "update all"),
+        pytest.param(("optimizer", "gradients", "both", "update", "params"), marks=pytest.mark.slow),
+    ],
+    ids=["all", "some"],
+)
 @pytest.mark.parametrize("way", in_every_run("clipped", "accumulated", all_of=WAYS))
 @pytest.mark.parametrize("preset", in_every_run("zero3", "thinwire", all_of=PRESETS))
 @on_ranks(WORLD)
-def test_presets(preset: str, way: str) -> None:
+def test_presets(preset: str, way: str, residences: tuple[str, ...]) -> None:
     fields, how = WAYS[way]
-    assert differences(preset, fields, "adamw", how, tuple(RESIDENCES)) == []
+    assert differences(preset, fields, "adamw", how, residences) == []
 
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -443,8 +451,8 @@ submit = Lanes.submit
     "lane",
     [
         HostLane.UP,  # into a slot that another batch still uses
-        HostLane.UPDATE,  # of states that have not come
-        HostLane.DOWN,  # of states before their update
+        pytest.param(HostLane.UPDATE, marks=pytest.mark.slow),  # of states that have not come
+        pytest.param(HostLane.DOWN, marks=pytest.mark.slow),  # of states before their update
         Lane.SPREAD,  # of parameters before their update
     ],
 )

@@ -77,7 +77,8 @@ def plan_of(preset: str, world: int, **keys: Any) -> tw.Plan:
     [
         pytest.param("zero3", 2, [None, "whole", "nothing"], 1, False, marks=pytest.mark.slow),
         pytest.param("zero3", 4, ["whole", "secondary", "nothing"], 2, True, marks=pytest.mark.slow),
-        ("zeropp", 4, [None, "whole", "encoded", "secondary", "nothing"], 2, False),
+        ("zeropp", 4, [None, "secondary"], 2, False),
+        pytest.param("zeropp", 4, ["whole", "encoded", "nothing"], 2, False, marks=pytest.mark.slow),
         pytest.param("hpz", 4, ["whole", "secondary"], 1, True, marks=pytest.mark.slow),
         ("zero1", 2, [None], 1, False),
     ],
