@@ -135,7 +135,7 @@ def test_a_last_validation_of_nan_completes_the_run(tmp_path: Path, monkeypatch:
     assert trains(run, dataset)["final_val_loss"] is None
     complete = read_run(tmp_path)
     assert complete.summary is not None
-    assert summary_table(complete, run.directory)
+    assert summary_table(complete)
 
 
 def test_fewer_samples_to_validate_on_than_wanted_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

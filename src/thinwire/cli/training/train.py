@@ -314,11 +314,12 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
         return
     if as_json:
         print(json.dumps(run.summary))
-    console.print(summary_table(run, directory))
+    console.print(summary_table(run))
+    say(console, *files(directory))
 
 
-def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
-    """Build the table of a run's results, its communication and the location of its files."""
+def summary_table(run: RunRecord) -> Table:
+    """Build the table of a run's results and its communication."""
     from thinwire.report.figures import figures
 
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -346,10 +347,13 @@ def summary_table(run: RunRecord, directory: RunDirectory) -> Table:
         table.add_row("exposed per step", _seconds(exposed) + (f", not counting {unknown}" if unknown else ""))
         if codec:
             table.add_row("codecs per step", _seconds(codec))
-    table.add_row("files", shown(directory.path))
-    for path in (directory.metrics, directory.summary, directory.picture, directory.checkpoints):
-        table.add_row("", shown(path))
     return table
+
+
+def files(directory: RunDirectory) -> list[str]:
+    """Lines below the table with the paths of a run's files, which a cell of the table would cut short."""
+    paths = (directory.path, directory.metrics, directory.summary, directory.picture, directory.checkpoints)
+    return [f"{'' if number else 'files':17} {shown(path)}" for number, path in enumerate(paths)]
 
 
 def _loss(value: float | None, what: str) -> str:
