@@ -73,7 +73,7 @@ BEFORE = {
 }
 """Commands to run before those of a page."""
 
-REFUSED = r"llama-3-405b --cluster a800-80g:4x8|llama-30b --cluster a100-80g:1x8"
+REFUSED = r"llama-3-405b --cluster a800-80g:4x8|llama-30b --cluster a100-80g:1x8(?!.*--offload)"
 """What a page shows as refused."""
 
 QUICK = re.compile(
