@@ -53,6 +53,16 @@ def test_it_writes_a_plan_and_a_recipe_that_names_it(config: Path, tmp_path: Pat
         assert key in output
 
 
+def test_a_recipe_behind_a_link_finds_its_plan(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("deep/er")
+    plan, recipe = tmp_path / "plan.toml", tmp_path / "link" / "recipe.toml"
+    arguments = ("--nproc", "4", "--recipe", str(recipe), "--model", "llama-7b", "--steps", "5")
+    run(str(config), "--plan", str(plan), *arguments)
+    written = Plan.load(plan)
+    assert PlanTemplate.read(Recipe.read(recipe)).resolve(written.mesh) == written
+
+
 def test_a_recipe_without_a_plan_file_holds_the_plan(config: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     run(str(config), "--nproc", "4", "--recipe", str(recipe), "--model", "llama-7b", "--steps", "5")

@@ -315,6 +315,21 @@ def test_weights_load_into_a_module_of_any_dtype(tmp_path: Path) -> None:
         subscriber.load_into(nn.Linear(3, 2, bias=False))
 
 
+class Counting(nn.Linear):
+    """Has extra state."""
+
+    seen = 7
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+
+def test_extra_state_stays_as_it_is(tmp_path: Path) -> None:
+    module, counting = nn.Linear(3, 2), Counting(3, 2)
+    published(tmp_path, module).load_into(counting)
+    assert torch.equal(counting.weight, module.weight)
+
+
 def tied() -> nn.Module:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     module[1].weight = module[0].weight

@@ -107,6 +107,18 @@ def test_a_subscriber_goes_on_from_its_file(tmp_path: Path) -> None:
     assert held(directory) == 2
 
 
+def test_weights_that_came_under_inference_mode_take_the_next_version(tmp_path: Path) -> None:
+    store, directory = tmp_path / "store", tmp_path / "model"
+    publish(store, 1)
+    with torch.inference_mode():
+        subscriber = tw.Subscriber(str(store), directory)
+        assert subscriber.update() == 1
+        subscriber.close()
+        again = tw.Subscriber(str(store), directory)  # reads the file
+    publish(store, 2)
+    assert [subscriber.update(), again.update()] == [2, 2]
+
+
 def test_a_dtype_that_files_lack_is_followed_in_memory_only(tmp_path: Path) -> None:
     store, directory = tmp_path / "store", tmp_path / "model"
     store.mkdir()

@@ -107,7 +107,9 @@ def _write(conversion: Conversion, options: ConvertOptions, console: Console) ->
     # Both files are complete before either is written.
     recipe = None
     if options.recipe is not None:
-        plan_file = None if options.plan is None else os.path.relpath(options.plan, options.recipe.parent)
+        plan_file = None
+        if options.plan is not None:  # behind links, as a recipe's paths are read
+            plan_file = os.path.relpath(options.plan.resolve(), options.recipe.resolve().parent)
         recipe = conversion.recipe_toml(model=options.model, steps=options.steps, seq=options.seq, plan_file=plan_file)
     console.print(plan.describe())
     if options.plan is not None:

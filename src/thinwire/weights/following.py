@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from thinwire.collectives.memory import stored_once
 from thinwire.errors import UsageError, WireError
@@ -235,6 +236,7 @@ class Subscriber:
                 ways[version] = way
         return ways[max(ways)] if ways else []
 
+    @torch.inference_mode(False)  # the tensors are there to be written to, wherever the next version comes
     @torch.no_grad()
     def _apply(self, key: _Key, names: Sequence[Name]) -> None:
         """Take a version.
@@ -304,7 +306,8 @@ class Subscriber:
 
 @torch.no_grad()
 def _copy(weights: Mapping[str, torch.Tensor], module: nn.Module) -> None:
-    state = module.state_dict().items()
+    # Extra state, which is none of the weights, may be anything.
+    state = [pair for pair in module.state_dict().items() if not pair[0].endswith(_EXTRA_STATE_KEY_SUFFIX)]
     own = dict(inner for name, tensor in state for inner in inner_tensors(stored(name), tensor) if inner[1].numel())
     weights = {name: values for name, values in weights.items() if values.numel()}
     if shells := [name for name, tensor in own.items() if tensor.is_meta]:

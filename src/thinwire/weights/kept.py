@@ -59,6 +59,7 @@ class KeptVersion:
         """Let others keep versions in the directory."""
         unlock(self._lock)
 
+    @torch.inference_mode(False)  # the tensors are there to be written to
     def load(self) -> tuple[str, int, int, dict[str, torch.Tensor]] | None:
         """Run, version, step and weights that are in the file; ``None`` if it is not there, or of another origin."""
         try:

@@ -150,16 +150,30 @@ def open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def output_may_fail() -> Iterator[None]:
-    """Turn output that the disk has no room for into a sentence on stderr and exit status 1."""
+    """Turn output that the disk has no room for into a sentence on stderr and exit status 1. Where its reader has left,
+    as ``head`` does, the status says so."""
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            _flush()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the interpreter writes the rest at its exit
+        _drop_output()
         with contextlib.suppress(OSError):
             print(f"thinwire: the output cannot be written: {error.strerror}", file=sys.stderr)
         raise SystemExit(1) from error
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        _drop_output()
+        raise SystemExit(1) from error
+
+
+def _drop_output() -> None:
+    """Let the interpreter write to the null device what is left at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
