@@ -27,7 +27,7 @@ from thinwire.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
-from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer, _refuse  # noqa: E402
 
 Row = dict[str, torch.Tensor]
 
@@ -317,3 +317,21 @@ def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
     (steps, loss), (got_steps, got_loss) = ends
     assert got_steps == steps < 8
     assert got_loss == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # an option that TRL itself sets
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"use_transformers_continuous_batching": True}, "leave it out"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "valid is vllm_mode='colocate'"),
+    ],
+    ids=["batching", "server"],
+)
+def test_generation_in_which_not_all_ranks_take_part_is_refused(
+    option: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    trl = pytest.importorskip("trl")
+    arguments = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **option)
+    with pytest.raises(UsageError, match=said):
+        _refuse(arguments)

@@ -37,6 +37,8 @@ _REFUSED: Final = {
     "fsdp": "thinwire shards the model itself; choose the sharding with plan=",
     "deepspeed": "thinwire shards the model itself; `thinwire convert ds_config.json` makes a plan of it",
     "parallelism_config": "use thinwire.parallelize for tensor and pipeline parallelism",
+    # TRL's: it calls generate_batch, whose forwards run in a thread, as many on each rank as its own completions take.
+    "use_transformers_continuous_batching": "leave it out; completions are generated inside thinwire.generating",
 }
 """Arguments that ask for another engine, and what to do instead."""
 
@@ -267,6 +269,11 @@ def _refuse(arguments: Any) -> None:
     for name, remedy in _REFUSED.items():
         if value := getattr(arguments, name, None):
             raise UsageError(f"{name}={value!r}: {remedy}")
+    if getattr(arguments, "use_vllm", False) and arguments.vllm_mode == "server":
+        raise UsageError(
+            "use_vllm=True, vllm_mode='server': rank 0 alone would read the weights, which takes every rank; "
+            "valid is vllm_mode='colocate'"
+        )
     if arguments.world_size > 1 and not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised: start the script with torchrun")
 
