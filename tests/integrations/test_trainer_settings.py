@@ -27,7 +27,7 @@ from thinwire.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
 
-from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer, _refuse  # noqa: E402
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
 
 Row = dict[str, torch.Tensor]
 
@@ -334,4 +334,4 @@ def test_generation_in_which_not_all_ranks_take_part_is_refused(
     trl = pytest.importorskip("trl")
     arguments = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **option)
     with pytest.raises(UsageError, match=said):
-        _refuse(arguments)
+        ThinwireTrainer(build(), arguments, plan="zero3")
